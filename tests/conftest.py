@@ -1,0 +1,56 @@
+"""Options, markers and fixtures shared by all tests."""
+
+import os
+import zlib
+
+import pytest
+import torch
+
+from tests.distributed import Workers
+
+CPU_WORLD = 4
+
+
+def pytest_addoption(parser):
+    parser.addoption("--seed", type=int, help="seed of all random test data; drawn anew when not given")
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "gpu: needs a GPU; runs with `pytest -m gpu` on 1, 2 or 4 of them")
+    if not config.option.markexpr:
+        config.option.markexpr = "not gpu"
+    if config.option.seed is None:
+        config.option.seed = int.from_bytes(os.urandom(3), "big")
+
+
+def pytest_report_header(config):
+    return f"test data: --seed {config.option.seed}"
+
+
+def gpu_world() -> int:
+    """How many GPUs the distributed tests use: the largest of 1, 2 and 4 that there are, or 0."""
+    return max(n for n in (0, 1, 2, 4) if n <= torch.cuda.device_count())
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def workers(request):
+    """Worker processes shared by a module's tests: 4 under gloo, or one a GPU under NCCL."""
+    world = CPU_WORLD if request.param == "cpu" else gpu_world()
+    if world == 0:
+        pytest.skip("there is no GPU")
+    with Workers(request.param, world) as pool:
+        yield pool
+
+
+@pytest.fixture(params=[1, 2, 4], ids="tp{}".format)
+def tp(request, workers):
+    """A tensor-parallel degree; the workers form world / tp such groups side by side."""
+    if request.param > workers.world:
+        pytest.skip(f"needs {request.param} ranks, there are {workers.world}")
+    return request.param
+
+
+@pytest.fixture
+def seed(request):
+    """Seed of one test's random data: differs between runs and tests, repeats under `--seed`."""
+    return zlib.crc32(f"{request.config.option.seed} {request.node.nodeid}".encode())
