@@ -1,10 +1,12 @@
 """The row orders of packed weights, so that a contiguous shard is right at every tensor-parallel degree.
 
-A packed projection keeps several weights in one, to run them as one matmul. Stacked one after the other ([q; k; v]),
-a contiguous slice of the rows would hold only queries on one rank and only values on another. So the rows that must
-live together are put together: query, key and value by key-value head ("group-major"), gate and up row by row.
+A packed projection keeps several weights in one, to run them as one matmul. Stacked one after the other
+([q; k; v]), a contiguous slice of the rows would hold only queries on one rank and only values on another.
+So the rows that must live together are put together: query, key and value by key-value head ("group-major"),
+gate and up row by row.
 
-All functions work on weights [rows, ...] and biases [rows] alike, whole or sharded (with the shard's head counts).
+All functions work on weights [rows, ...] and biases [rows] alike, whole or sharded (with the shard's head
+counts).
 """
 
 from collections.abc import Sequence
@@ -26,8 +28,8 @@ def pack_qkv(q: Tensor, k: Tensor, v: Tensor, num_heads: int, num_kv_heads: int)
     for name, tensor in (("k", k), ("v", v)):
         if tensor.shape[0] != num_kv_heads * head_dim:
             raise ValueError(
-                f"{name} has {tensor.shape[0]} rows, but {num_kv_heads} key-value heads of {head_dim} rows each "
-                f"(q: {q.shape[0]} rows, {num_heads} heads) need {num_kv_heads * head_dim}"
+                f"{name} has {tensor.shape[0]} rows, but {num_kv_heads} key-value heads of {head_dim} rows "
+                f"each (q: {q.shape[0]} rows, {num_heads} heads) need {num_kv_heads * head_dim}"
             )
     grouped = (
         q.unflatten(0, (num_kv_heads, queries * head_dim)),
@@ -41,7 +43,10 @@ def unpack_qkv(packed: Tensor, num_heads: int, num_kv_heads: int) -> tuple[Tenso
     """The inverse of `pack_qkv`: [(num_heads + 2*num_kv_heads)*d, ...] -> q, k, v."""
     queries = _queries_per_group(num_heads, num_kv_heads)
     head_dim = _rows_each(
-        packed.shape[0], num_heads + 2 * num_kv_heads, "packed qkv", f"query + 2*{num_kv_heads} key-value heads"
+        packed.shape[0],
+        num_heads + 2 * num_kv_heads,
+        "packed qkv",
+        f"query + 2*{num_kv_heads} key-value heads",
     )
     grouped = packed.unflatten(0, (num_kv_heads, (queries + 2) * head_dim))
     q, k, v = (part.flatten(0, 1) for part in grouped.split((queries * head_dim, head_dim, head_dim), dim=1))
@@ -65,8 +70,8 @@ def unpack_gate_up(packed: Tensor) -> tuple[Tensor, Tensor]:
 class Packing(Protocol):
     """How a packed child's parameters split into siblings: a layer lists it in its `packed_children`.
 
-    `packed_children = {"qkv": QKVPacking(8, 2)}` says that child `qkv`'s `weight` and `bias` are, unpacked, those of
-    children `q`, `k` and `v`, which is how checkpoints name them.
+    `packed_children = {"qkv": QKVPacking(8, 2)}` says that child `qkv`'s `weight` and `bias` are, unpacked,
+    those of children `q`, `k` and `v`, which is how checkpoints name them.
     """
 
     names: ClassVar[tuple[str, ...]]

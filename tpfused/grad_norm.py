@@ -1,0 +1,95 @@
+"""Gradient clipping by the norm of the whole model's gradients, however they are split over ranks."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from tpfused.collectives import all_gather
+from tpfused.parameter import local
+from tpfused.placement import splits
+
+
+@torch.no_grad()
+def clip_grad_norm_(
+    parameters: Tensor | Iterable[Tensor],
+    max_norm: float,
+    norm_type: float = 2.0,
+    error_if_nonfinite: bool = False,
+) -> Tensor:
+    """Scale the gradients in place so that their norm over the whole model is at most `max_norm`.
+
+    `torch.nn.utils.clip_grad_norm_` for any mix of plain shards, DTensors (FSDP2's included) and parameters
+    that are whole on each rank, which count once. Every rank of every group involved must call it, with its
+    parameters in the same order and the same ones without gradients, which are skipped. Each distinct group
+    costs one collective of a few numbers; there is none where nothing is sharded, and no synchronisation with
+    the host unless `error_if_nonfinite`.
+
+    Args:
+        parameters: one tensor or many.
+        max_norm: gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
+        norm_type: p > 0 of the p-norm; ``inf`` for the largest absolute value.
+        error_if_nonfinite: raise, changing nothing, when the norm is NaN or infinite.
+
+    Returns:
+        The norm before scaling, a 0-dimensional float32 tensor (float64 if some gradient is), the same on every
+        rank.
+
+    Raises:
+        ValueError: `norm_type` is not positive.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+    """
+    norm_type = float(norm_type)
+    if not norm_type > 0:
+        raise ValueError(f"norm_type must be positive, not {norm_type}")
+    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    parameters = [param for param in parameters if param.grad is not None]
+    if not parameters:
+        return torch.zeros(())
+    total = _total_norm(parameters, norm_type)
+    if error_if_nonfinite and not total.isfinite():
+        raise RuntimeError(
+            f"the gradients' total norm of order {norm_type} is {total.item()}: nothing was clipped"
+        )
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    torch._foreach_mul_([local(param.grad) for param in parameters], scale)
+    return total
+
+
+def _total_norm(parameters: list[Tensor], norm_type: float) -> Tensor:
+    groups = {}  # TPGroups by their process group, in the order in which all ranks meet them
+    buckets = {}  # local gradients by the process groups that they are split over
+    for param in parameters:
+        split_over = [split.group for split in splits(param) if split.group.size > 1]
+        groups.update((group.process_group, group) for group in split_over)
+        buckets.setdefault(tuple(group.process_group for group in split_over), []).append(
+            _own_gradient(param)
+        )
+
+    grads = [grad for bucket in buckets.values() for grad in bucket]
+    dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
+    zero = torch.zeros((), dtype=dtype, device=grads[0].device)
+    norms = {}
+    for process_groups, bucket in buckets.items():
+        # An empty shard has no largest absolute value and is left out; its rank still joins the collectives
+        # below.
+        bucket = [grad for grad in bucket if grad.numel()]
+        of_each = torch._foreach_norm(bucket, norm_type, dtype=dtype) if bucket else [zero]
+        norms[process_groups] = torch.linalg.vector_norm(torch.stack(list(of_each)), norm_type)
+    for process_group, group in groups.items():
+        # Gathered, not all-reduced: no powers that overflow, no NaN lost in a maximum, one order of summation
+        # for all.
+        split_here = [key for key in norms if process_group in key]
+        own = torch.stack([norms[key] for key in split_here])
+        of_all = all_gather(own[None], 0, group.size, group)
+        norms.update(zip(split_here, torch.linalg.vector_norm(of_all, norm_type, dim=0), strict=True))
+    return torch.linalg.vector_norm(torch.stack(list(norms.values())), norm_type)
+
+
+def _own_gradient(param: Tensor) -> Tensor:
+    """The local part of the gradient, split as the parameter is: a DTensor's may have come as partial
+    sums."""
+    placements = getattr(param, "placements", None)
+    if placements is None or param.grad.placements == placements:
+        return local(param.grad)
+    return local(param.grad.redistribute(placements=placements))

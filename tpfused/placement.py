@@ -1,0 +1,68 @@
+"""How any parameter is split, plain or DTensor: a list of `ShardInfo`, one a split, in the order they were
+made.
+
+A plain tensor-parallel shard is split once. Under FSDP2 the tensor-parallel shard is split again over the
+data-parallel ranks, usually along the same dimension; DTensor writes that as ``_StridedShard`` on the mesh's
+data-parallel dimension. Taking the splits one at a time needs no such notion, and is right for sizes that do
+not divide evenly.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from tpfused.collectives import gather_from_group, own_slice
+from tpfused.group import TPGroup
+from tpfused.parameter import ShardInfo, shard_info
+from tpfused.sharding import shard_size
+
+
+def splits(param: Tensor) -> list[ShardInfo]:
+    """The splits that lead from the whole of `param` to this rank's part; empty where each rank has the
+    whole.
+
+    Raises:
+        ValueError: a DTensor whose local tensors are partial sums.
+    """
+    info = shard_info(param)
+    found = [] if info is None else [info]
+    placements = getattr(param, "placements", ())
+    if any(placement.is_partial() for placement in placements):
+        raise ValueError(
+            f"partial sums {tuple(placements)} are not parts of a tensor; redistribute them first"
+        )
+    mesh_dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
+    # A strided split is made after those to its right (its split_factor counts them); all others go left to
+    # right.
+    mesh_dims.sort(key=lambda dim: hasattr(placements[dim], "split_factor"))
+    sizes = list(param.shape)
+    for mesh_dim in mesh_dims:
+        mesh, dim = param.device_mesh, placements[mesh_dim].dim
+        group = TPGroup(mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
+        found.append(ShardInfo(dim, sizes[dim], group))
+        sizes[dim] = shard_size(sizes[dim], group.size, group.rank)
+    return found
+
+
+def whole_shape(param: Tensor) -> torch.Size:
+    """The shape of what `param` is a part of. A DTensor's own shape is that of its whole already."""
+    shape = list(param.shape)
+    info = shard_info(param)
+    if info is not None:
+        shape[info.dim] = info.size
+    return torch.Size(shape)
+
+
+def gather_whole(part: Tensor, made_by: Sequence[ShardInfo]) -> Tensor:
+    """From each rank's local part to the whole, on every rank. Collective over the splits' groups."""
+    for dim, size, group in reversed(made_by):
+        part = gather_from_group(part, dim, size, group)
+    return part
+
+
+def own_part(whole: Tensor, made_by: Sequence[ShardInfo]) -> Tensor:
+    """This rank's local part of a whole: a view."""
+    for dim, _, group in made_by:
+        whole = own_slice(whole, dim, group)
+    return whole
