@@ -1,0 +1,66 @@
+"""Random numbers in a tensor-parallel program: common outside tensor-parallel regions, each rank's own inside.
+
+Dropout on an activation that is whole on every rank must drop the same entries everywhere, or the replicas drift apart.
+So all ranks of a tensor-parallel group keep their default generators in one state: seed them alike. Dropout on a
+sharded activation (attention probabilities of this rank's heads, this rank's tokens under sequence parallelism) must
+draw independently on each rank; `rank_rng` is the region for that.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from tpfused.group import TPGroup
+
+
+@contextmanager
+def rank_rng(group: TPGroup, device: torch.device) -> Iterator[None]:
+    """Inside, `device`'s default generator draws a stream of this rank's own.
+
+    The stream is derived from the default generator's state and the rank, and the default generator moves on by one
+    draw on leaving, however much was drawn inside. There is no state besides torch's: whatever replays torch's
+    generator (activation checkpointing, a saved RNG state) replays the region, and the ranks stay in step outside.
+
+    In a group of one nothing changes.
+    """
+    if group.size == 1:
+        yield
+        return
+    fork = _fork_philox if device.type == "cuda" else _fork_cpu
+    with fork(group.rank, device):
+        yield
+
+
+@contextmanager
+def _fork_cpu(rank: int, device: torch.device) -> Iterator[None]:
+    generator = torch.default_generator
+    key = torch.randint(2**63 - 1, (), generator=generator, device="cpu").item()
+    outside = generator.get_state()
+    generator.manual_seed(_derive_seed(key, rank))
+    try:
+        yield
+    finally:
+        generator.set_state(outside)
+
+
+@contextmanager
+def _fork_philox(rank: int, device: torch.device) -> Iterator[None]:
+    # The Philox state is a seed and an offset on the host: reading them costs no synchronisation.
+    index = torch.cuda.current_device() if device.index is None else device.index
+    generator = torch.cuda.default_generators[index]
+    seed, offset = generator.initial_seed(), generator.get_offset()
+    generator.manual_seed(_derive_seed(seed, offset, rank))
+    try:
+        yield
+    finally:
+        generator.manual_seed(seed)
+        generator.set_offset(offset + 4)  # offsets are multiples of 4: one draw of a Philox counter
+
+
+def _derive_seed(*parts: int) -> int:
+    digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
