@@ -1,0 +1,216 @@
+"""Self-attention with its heads split over the ranks (Shoeybi et al., 2019, "Megatron-LM", section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from tpfused import reference
+from tpfused.collectives import own_slice
+from tpfused.group import replica_groups, resolve_group
+from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
+from tpfused.packing import QKVPacking
+from tpfused.parameter import LinearParameters, check_size, replicated
+from tpfused.random import rank_rng
+from tpfused.sharding import divide
+
+
+class ParallelAttention(nn.Module):
+    """Multi-head or grouped-query self-attention (Ainslie et al., 2023), heads split over the ranks.
+
+    Args:
+        hidden_size, num_heads: of the whole layer.
+        num_kv_heads: heads of k and v, a divisor of `num_heads`; None: as many as `num_heads`.
+        head_dim: None: ``hidden_size / num_heads``.
+        bias: of all projections.
+        causal: each token attends to itself and earlier ones.
+        dropout: probability, on the attention probabilities; each rank draws its own for its heads.
+        rope_theta: the base of rotary positions; None: no rotary positions.
+        sequence_parallel, init_method, backend, group, mesh: as in `ColumnParallelLinear`.
+        sequence_dim: 0 for ``[tokens, batch, hidden]``, 1 for ``[batch, tokens, hidden]``.
+
+    Where `num_kv_heads` is a multiple of the ranks, q, k and v are one packed projection ``qkv``. Where the ranks are a
+    multiple of `num_kv_heads`, ``k`` and ``v`` are projections of their own, each head's whole on the ranks that share
+    it, their gradients summed over those ranks.
+
+    Shapes: input and output ``[tokens, batch, hidden]`` or ``[batch, tokens, hidden]``, this rank's tokens under
+    sequence parallelism. `mask` covers all tokens: boolean (True attends) ``[batch, keys]``, or boolean or additive and
+    broadcastable to ``[batch, num_heads, queries, keys]``. A token that may attend to nothing gets zeros.
+
+    Raises:
+        ValueError: head counts that do not divide, a mask that does not broadcast, and as `ColumnParallelLinear`.
+        TypeError: a mask that is neither boolean nor floating.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        bias: bool = True,
+        *,
+        causal: bool = False,
+        dropout: float = 0.0,
+        rope_theta: float | None = None,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        init_method: Callable[[Tensor], object] | None = None,
+        backend: str | None = None,
+        group=None,
+        mesh=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        self.group = resolve_group(group, mesh)
+        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        check_heads(hidden_size, num_heads, num_kv_heads, head_dim, self.group.size, rope_theta is not None)
+        if sequence_dim not in (0, 1):
+            raise ValueError(f"sequence_dim must be 0 or 1 for attention, not {sequence_dim}")
+        if not 0.0 <= dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), not {dropout}")
+        self.hidden_size = hidden_size
+        self.num_heads = num_heads
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim or hidden_size // num_heads
+        self.causal = causal
+        self.dropout = dropout
+        self.rope_theta = rope_theta
+        self.sequence_parallel = sequence_parallel
+        self.sequence_dim = sequence_dim
+
+        place = {"init_method": init_method, "group": group, "mesh": mesh, "device": device, "dtype": dtype}
+        parallel = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "backend": backend}
+        rows, kv_rows = num_heads * self.head_dim, num_kv_heads * self.head_dim
+        self.kv_replicas = max(1, self.group.size // num_kv_heads)
+        self.packed_children = {}
+        if self.kv_replicas == 1:
+            packing = QKVPacking(num_heads, num_kv_heads)
+            self.packed_children["qkv"] = packing
+            self.qkv = PackedColumnParallelLinear(
+                hidden_size, (rows, kv_rows, kv_rows), packing, bias, **place, **parallel
+            )
+        else:
+            shared = replica_groups(self.group, self.kv_replicas)
+            shared_place = {**place, "shard_group": shared.shards, "grid": shared.grid}
+            self.q = LinearParameters(hidden_size, rows, bias, 0, **place)
+            self.k = LinearParameters(hidden_size, kv_rows, bias, 0, **shared_place)
+            self.v = LinearParameters(hidden_size, kv_rows, bias, 0, **shared_place)
+        self.out = RowParallelLinear(rows, hidden_size, bias, **place, **parallel)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, total_len: int | None = None) -> Tensor:
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+        if x.ndim != 3:
+            raise ValueError(f"ParallelAttention: expected a three-dimensional input, got shape {tuple(x.shape)}")
+        q, k, v = self._heads(self._project(x, total_len))
+        mask = self._own_mask(mask, q)
+        region = rank_rng(self.group, x.device) if self.training and self.dropout else nullcontext()
+        with region:
+            out = scaled_dot_product_attention(q, k, v, mask, self.causal, self.dropout * self.training)
+        # [batch, heads, tokens, d] -> the input's layout
+        out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
+        return self.out(out.flatten(2))
+
+    def _project(self, x: Tensor, total_len: int | None) -> Tensor:
+        """All tokens' q, k and v of this rank's heads, rows packed by kv head; the tokens where `sequence_dim` says."""
+        if self.kv_replicas == 1:
+            return self.qkv(x, total_len=total_len)
+        replicas = replica_groups(self.group, self.kv_replicas).replicas
+        parts = [self.q, self.k, self.v]
+        # One kv head is on this rank, so its queries, k and v one after the other are group-major already. k and v are
+        # computed on every rank that shares them, each time for other queries: their gradients are partial sums.
+        shares = [False, True, True]
+        weight = torch.cat([replicated(p.weight, replicas, s) for p, s in zip(parts, shares, strict=True)])
+        bias = None
+        if self.q.bias is not None:
+            bias = torch.cat([replicated(p.bias, replicas, s) for p, s in zip(parts, shares, strict=True)])
+        sequence_dim = self.sequence_dim if self.sequence_parallel else None
+        return column_forward(x, weight, bias, self.group, sequence_dim=sequence_dim, total_len=total_len)
+
+    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """-> q ``[batch, own heads, tokens, d]``, k and v ``[batch, own kv heads, tokens, d]``, positions applied."""
+        if self.sequence_dim == 0:
+            qkv = qkv.transpose(0, 1)
+        own_heads = self.num_heads // self.group.size
+        queries = own_heads // max(1, self.num_kv_heads // self.group.size)
+        heads = qkv.unflatten(-1, (-1, queries + 2, self.head_dim))
+        q = heads[..., :queries, :].flatten(2, 3).transpose(1, 2)
+        k, v = (heads[..., queries + i, :].transpose(1, 2) for i in range(2))
+        if self.rope_theta is not None:
+            positions = torch.arange(q.shape[2], device=q.device)
+            q = reference.rotary(q, positions, self.rope_theta)
+            k = reference.rotary(k, positions, self.rope_theta)
+        return q, k, v
+
+    def _own_mask(self, mask: Tensor | None, q: Tensor) -> Tensor | None:
+        """As `scaled_dot_product_attention` wants it: four-dimensional, this rank's heads of a mask that has heads."""
+        if mask is None:
+            return None
+        if mask.dtype != torch.bool and not mask.is_floating_point():
+            raise TypeError(f"ParallelAttention: the mask must be boolean or floating-point, not {mask.dtype}")
+        if mask.device != q.device:
+            raise ValueError(f"ParallelAttention: the mask is on {mask.device}, the input on {q.device}")
+        batch, _, tokens, _ = q.shape
+        whole = (batch, self.num_heads, tokens, tokens)
+        if mask.ndim == 2 and mask.dtype == torch.bool and mask.shape == (batch, tokens):
+            mask = mask[:, None, None, :]
+        fits = mask.ndim == 4 and all(m in (1, w) for m, w in zip(mask.shape, whole, strict=True))
+        if not fits:
+            raise ValueError(
+                f"ParallelAttention: a mask of shape {tuple(mask.shape)} is neither {(batch, tokens)} (boolean, "
+                f"per key) nor broadcastable to {whole}"
+            )
+        return own_slice(mask, 1, self.group) if mask.shape[1] > 1 else mask
+
+
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
+) -> Tensor:
+    """torch's, for grouped-query heads, with `mask` and `causal` together, and zeros for rows that attend to nothing.
+
+    `q` ``[batch, heads, tokens, d]``, `k` and `v` ``[batch, kv_heads, tokens, d]``, `mask` boolean or additive,
+    broadcastable to ``[batch, heads, tokens, tokens]``. Equals `reference.attention_core`.
+    """
+    queries = q.shape[1] // k.shape[1]
+    if queries > 1:
+        # Not enable_gqa: with a mask it leaves only the back end that keeps all scores.
+        k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
+    if mask is None:
+        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    if causal:
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        mask = mask & ~future if mask.dtype == torch.bool else mask.masked_fill(future, -torch.inf)
+    # Back ends differ on rows with nothing to attend to (zeros, the mean of v, NaN): let them attend to all, and drop
+    # them.
+    if mask.dtype == torch.bool:
+        dead = ~mask.any(-1, keepdim=True)
+        mask = mask | dead
+    else:
+        dead = (mask == -torch.inf).all(-1, keepdim=True)
+        mask = mask.masked_fill(dead, 0).to(q.dtype)
+    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    return out.masked_fill(dead, 0)
+
+
+def check_heads(
+    hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, ranks: int, rotary: bool
+) -> None:
+    """Refuse head counts that do not divide as they must, naming them."""
+    for size, what in ((hidden_size, "hidden_size"), (num_heads, "num_heads"), (num_kv_heads, "num_kv_heads")):
+        check_size(size, what)
+    divide(num_heads, num_kv_heads, "num_heads over num_kv_heads")
+    divide(num_heads, ranks, "num_heads over tensor-parallel ranks")
+    if num_kv_heads % ranks and ranks % num_kv_heads:
+        raise ValueError(
+            f"num_kv_heads {num_kv_heads} and {ranks} tensor-parallel ranks: one must be a multiple of the other"
+        )
+    if head_dim is None:
+        head_dim = divide(hidden_size, num_heads, "hidden_size over num_heads")
+    check_size(head_dim, "head_dim")
+    if rotary and head_dim % 2:
+        raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")

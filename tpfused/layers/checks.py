@@ -1,0 +1,66 @@
+"""What a layer refuses before it computes or communicates: the same check on every rank, errors that name the
+numbers.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpfused.group import TPGroup
+from tpfused.sharding import shard_size
+
+ACTIVATIONS = (None, "gelu", "gelu_tanh", "relu", "silu")
+
+
+def check_activation(activation: str | None, what: str = "activation") -> None:
+    if activation not in ACTIVATIONS:
+        known = ", ".join(repr(name) for name in ACTIVATIONS)
+        raise ValueError(f"{what} must be one of {known}, not {activation!r}")
+
+
+def check_backend(backend: str | None) -> None:
+    if backend not in (None, "reference"):
+        raise ValueError(f"backend must be None or 'reference', not {backend!r}")
+
+
+def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
+    """`x` is ``[..., features]``, on the weight's device and of its dtype (any floating dtype under autocast)."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{layer}: the input must be a tensor, not {type(x).__name__}")
+    if x.ndim < 1 or x.shape[-1] != features:
+        raise ValueError(
+            f"{layer}: expected an input of {features} features in its last dimension, got shape {tuple(x.shape)}"
+        )
+    if x.device != weight.device:
+        raise ValueError(f"{layer}: the input is on {x.device}, the weight on {weight.device}")
+    if not x.is_floating_point():
+        raise TypeError(f"{layer}: the input must be floating-point, not {x.dtype}")
+    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+        raise TypeError(f"{layer}: the input is {x.dtype}, the weight {weight.dtype}")
+
+
+def token_dim(x: Tensor, sequence_dim: int, layer: str, *, has_features: bool = True) -> int:
+    """`sequence_dim` as an index from the front; it must not be the feature dimension (of an input that has one)."""
+    dim = sequence_dim + x.ndim if sequence_dim < 0 else sequence_dim
+    if not 0 <= dim < x.ndim - has_features:
+        raise ValueError(
+            f"{layer}: sequence_dim {sequence_dim} is not a token dimension of an input of shape {tuple(x.shape)}"
+            + (", whose last dimension is features" if has_features else "")
+        )
+    return dim
+
+
+def total_tokens(x_shard: Tensor, dim: int, total_len: int | None, group: TPGroup, layer: str) -> int:
+    """How many tokens all ranks hold together: `total_len`, which this rank's shard must agree with, or equal
+    shards.
+    """
+    if total_len is None:
+        return x_shard.shape[dim] * group.size
+    own = shard_size(total_len, group.size, group.rank)
+    if x_shard.shape[dim] != own:
+        raise ValueError(
+            f"{layer}: of total_len {total_len} tokens rank {group.rank} of {group.size} owns {own}, but the input of "
+            f"shape {tuple(x_shard.shape)} has {x_shard.shape[dim]} along dimension {dim}"
+        )
+    return total_len

@@ -1,0 +1,107 @@
+"""Vocabulary-parallel embedding (Shoeybi et al., 2019, "Megatron-LM", section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+from tpfused import reference
+from tpfused.collectives import own_slice
+from tpfused.layers import checks
+from tpfused.layers.ids import IdCheck
+from tpfused.parameter import ParallelModule, check_size, local
+
+
+class VocabParallelEmbedding(ParallelModule):
+    """`nn.Embedding` with the vocabulary split over the ranks.
+
+    Args:
+        num_embeddings, embedding_dim: of the whole table. The vocabulary need not divide by the number of ranks.
+        padding_idx: a global id whose row starts at zero and gets no gradient; may be negative, counted from the end.
+        sequence_parallel: reduce-scatter the output, so that each rank gets its tokens; otherwise it is all-reduced.
+        init_method: fills the whole table in place. None: normal(0, 1), as `nn.Embedding`.
+        sequence_dim: the dimension of the ids that sequence parallelism splits.
+        check: what to do about ids outside the vocabulary. "async": on the CPU raise at once, on a GPU write NaN and
+            raise at the next call; "sync": raise at once, at the price of a synchronisation; "off": give a zero row.
+        group, mesh: as in `ColumnParallelLinear`.
+
+    Shapes: int32 or int64 ids ``[...]``, whole on each rank; output ``[..., embedding_dim]``, its `sequence_dim` this
+    rank's part under sequence parallelism.
+
+    Raises:
+        ValueError: an id outside the vocabulary, ids on another device, a padding_idx outside the vocabulary.
+        TypeError: ids that are not integers.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        *,
+        sequence_parallel: bool = False,
+        init_method: Callable[[Tensor], object] | None = None,
+        sequence_dim: int = 0,
+        check: str = "async",
+        group=None,
+        mesh=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(group, mesh)
+        check_size(num_embeddings, "num_embeddings")
+        check_size(embedding_dim, "embedding_dim")
+        if padding_idx is not None:
+            if not -num_embeddings <= padding_idx < num_embeddings:
+                raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
+            padding_idx %= num_embeddings
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = padding_idx
+        self.sequence_parallel = sequence_parallel
+        self.init_method = init_method or nn.init.normal_
+        self.sequence_dim = sequence_dim
+        self.check = check
+        self._id_check = IdCheck("token ids")
+        self.new_parameter("weight", (num_embeddings, embedding_dim), 0, device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        """Draw the whole table, and keep this rank's rows. Nothing on the meta device."""
+        if self.weight.is_meta:
+            return
+        whole = torch.empty(
+            self.num_embeddings,
+            self.embedding_dim,
+            device=local(self.weight).device,
+            dtype=self.weight.dtype,
+        )
+        self.init_method(whole)
+        if self.padding_idx is not None:
+            whole[self.padding_idx] = 0
+        self.fill_parameter("weight", whole)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = local(self.weight)
+        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"token ids must be an int64 or int32 tensor, not {getattr(ids, 'dtype', type(ids))}")
+        if ids.device != weight.device:
+            raise ValueError(f"token ids are on {ids.device}, the embedding on {weight.device}")
+        dim = None
+        if self.sequence_parallel:
+            dim = checks.token_dim(ids, self.sequence_dim, "VocabParallelEmbedding", has_features=False)
+        bad = self._id_check(ids, self.num_embeddings, self.check)
+        out = reference.vocab_parallel_embedding(
+            ids, weight, self.num_embeddings, self.group, padding_idx=self.padding_idx, sequence_dim=dim
+        )
+        if bad is None:
+            return out
+        if dim is not None:
+            bad = own_slice(bad, dim, self.group)
+        return out.masked_fill(bad.unsqueeze(-1), torch.nan)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size}"

@@ -1,0 +1,68 @@
+"""Token ids and labels outside the vocabulary: an error, without a synchronisation on the GPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+CHECK_MODES = ("async", "sync", "off")
+
+
+class IdCheck:
+    """Checks ids against ``[0, size)`` for one caller.
+
+    On the CPU, and with mode "sync", bad ids raise at once. On a GPU the extremes are copied to the host beside the
+    work, and a bad one raises at this check's next call; `out_of_range` tells where to write NaN, so that nothing
+    computed from bad ids looks right meanwhile. Nothing is checked in mode "off", under graph capture, or while
+    compiling.
+    """
+
+    def __init__(self, what: str):
+        self.what = what
+        self.pending: tuple[Tensor, torch.cuda.Event, int] | None = None
+
+    def __deepcopy__(self, memo: dict) -> IdCheck:
+        return IdCheck(self.what)
+
+    def __reduce__(self):
+        return IdCheck, (self.what,)
+
+    def __call__(self, ids: Tensor, size: int, mode: str, ignore_index: int | None = None) -> Tensor | None:
+        """The mask of ids out of range, where there may be any by the time it is used; else None.
+
+        Raises:
+            ValueError: an id of this call (at once) or of the previous one (on a GPU) is out of range.
+        """
+        if mode not in CHECK_MODES:
+            raise ValueError(f"check must be one of {', '.join(CHECK_MODES)}, not {mode!r}")
+        self._raise_pending()
+        if mode == "off" or ids.numel() == 0 or ids.is_meta or torch.compiler.is_compiling():
+            return None
+        if ids.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None
+        known = ids if ignore_index is None else ids.masked_fill(ids == ignore_index, 0)
+        extremes = torch.stack(known.aminmax())
+        if mode == "sync" or not ids.is_cuda:
+            self._check(extremes, size)
+            return None
+        on_host = torch.empty_like(extremes, device="cpu", pin_memory=True).copy_(extremes, non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record()
+        self.pending = (on_host, copied, size)
+        return (known < 0) | (known >= size)
+
+    def _raise_pending(self) -> None:
+        if self.pending is None or torch.compiler.is_compiling():
+            return
+        if torch.cuda.is_current_stream_capturing():
+            return
+        # Waited for rather than polled, so that every rank raises at the same call; it is long done but in a tight
+        # loop.
+        (on_host, copied, size), self.pending = self.pending, None
+        copied.synchronize()
+        self._check(on_host, size)
+
+    def _check(self, extremes: Tensor, size: int) -> None:
+        bad = [str(value) for value in extremes.tolist() if not 0 <= value < size]
+        if bad:
+            raise ValueError(f"{self.what} must be in [0, {size}), found {' and '.join(bad)}")

@@ -1,0 +1,237 @@
+"""Column- and row-parallel linear layers (Shoeybi et al., 2019, "Megatron-LM", section 3)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from torch import Tensor
+
+from tpfused import reference
+from tpfused.collectives import gather_from_group
+from tpfused.group import TPGroup
+from tpfused.layers import checks
+from tpfused.packing import Packing
+from tpfused.parameter import LinearParameters, init_weight, local, new_whole_bias, replicated
+from tpfused.sharding import shard_size
+
+
+class ColumnParallelLinear(LinearParameters):
+    """``act(x @ weight.T + bias)`` with the output features split over the ranks.
+
+    Args:
+        in_features, out_features: of the whole layer. `out_features` need not divide by the number of ranks.
+        bias: split like the outputs.
+        gather_output: return all output features on every rank instead of this rank's.
+        sequence_parallel: the input is this rank's tokens; all ranks' are all-gathered first, and the input's gradient
+            is reduce-scattered. Otherwise the input is whole on each rank and its gradient is all-reduced.
+        activation: None, "gelu" (erf), "gelu_tanh", "relu" or "silu", applied to the output.
+        skip_bias_add: return ``(x @ weight.T, bias)`` for a kernel that adds the bias later.
+        init_method: fills the whole ``[out, in]`` weight in place; the bias is then zero. None: `nn.Linear`'s
+            initialisation. Either way the ranks' shards are slices of one tensor, the same at every degree.
+        sequence_dim: the token dimension that sequence parallelism splits.
+        backend: "reference" forces the plain path.
+        group, mesh: a ProcessGroup (plain parameters; None: the default group, or one process) or a one-dimensional
+            DeviceMesh (DTensor parameters).
+
+    Shapes: input ``[..., in]``; output ``[..., out shard]``, or ``[..., out]`` with `gather_output`. Under sequence
+    parallelism the input's `sequence_dim` is this rank's part and the output's is whole.
+
+    Raises:
+        ValueError: a wrong number of features, another device, tokens that do not fit `total_len`, an activation
+            together with `skip_bias_add`.
+        TypeError: an input of another dtype than the weight's (outside autocast).
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        gather_output: bool = False,
+        sequence_parallel: bool = False,
+        activation: str | None = None,
+        skip_bias_add: bool = False,
+        init_method: Callable[[Tensor], object] | None = None,
+        sequence_dim: int = 0,
+        backend: str | None = None,
+        group=None,
+        mesh=None,
+        device=None,
+        dtype=None,
+    ):
+        checks.check_activation(activation)
+        checks.check_backend(backend)
+        if skip_bias_add and activation is not None:
+            raise ValueError(f"skip_bias_add leaves the bias out, so activation {activation!r} cannot follow it")
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            weight_shard_dim=0,
+            init_method=init_method,
+            group=group,
+            mesh=mesh,
+            device=device,
+            dtype=dtype,
+        )
+        self.gather_output = gather_output
+        self.sequence_parallel = sequence_parallel
+        self.activation = activation
+        self.skip_bias_add = skip_bias_add
+        self.sequence_dim = sequence_dim
+
+    def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+        bias = local(self.bias)
+        out = column_forward(
+            x,
+            local(self.weight),
+            None if self.skip_bias_add else bias,
+            self.group,
+            sequence_dim=self.sequence_dim if self.sequence_parallel else None,
+            total_len=total_len,
+            activation=self.activation,
+            gather_features=self.out_features if self.gather_output else None,
+        )
+        if not self.skip_bias_add:
+            return out
+        if self.gather_output and bias is not None:
+            bias = gather_from_group(bias, 0, self.out_features, self.group)
+        return out, bias
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self.group.size}"
+
+
+def column_forward(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    group: TPGroup,
+    *,
+    sequence_dim: int | None,
+    total_len: int | None,
+    activation: str | None = None,
+    gather_features: int | None = None,
+) -> Tensor:
+    """A column-parallel layer's checks and computation with these local weights; `sequence_dim` None: x is whole."""
+    layer = "ColumnParallelLinear"
+    checks.check_input(x, weight.shape[1], weight, layer)
+    if sequence_dim is not None:
+        sequence_dim = checks.token_dim(x, sequence_dim, layer)
+        total_len = checks.total_tokens(x, sequence_dim, total_len, group, layer)
+    elif total_len is not None:
+        raise ValueError(f"{layer}: total_len {total_len} is only for sequence_parallel=True")
+    return reference.column_parallel_linear(
+        x,
+        weight,
+        bias,
+        group,
+        activation=activation,
+        gather_features=gather_features,
+        sequence_dim=sequence_dim,
+        total_len=total_len,
+    )
+
+
+class PackedColumnParallelLinear(ColumnParallelLinear):
+    """Several column-parallel projections of one input as one matmul: QKV, or gate and up.
+
+    Args:
+        in_features: of the whole layer.
+        part_features: the output features of each projection, in the order of ``packing.names``.
+        packing: where each projection's rows go, such that a rank's contiguous shard holds its part of all of them.
+
+    Other arguments as in `ColumnParallelLinear`. Each projection is initialised as a linear layer of its own.
+    """
+
+    def __init__(self, in_features: int, part_features: Sequence[int], packing: Packing, bias: bool = True, **kwargs):
+        self.part_features = tuple(part_features)
+        self.packing = packing
+        super().__init__(in_features, sum(part_features), bias, **kwargs)
+
+    def reset_parameters(self) -> None:
+        if self.weight.is_meta:
+            return
+        weights, biases = [], []
+        for features in self.part_features:
+            weights.append(self.new_whole_weight(features))
+            init_weight(weights[-1], self.init_method)
+            if self.bias is not None:
+                biases.append(new_whole_bias(weights[-1], self.init_method))
+        self.fill_parameter("weight", self.packing.pack(weights))
+        if biases:
+            self.fill_parameter("bias", self.packing.pack(biases))
+
+
+class RowParallelLinear(LinearParameters):
+    """``x @ weight.T + bias`` with the input features split over the ranks.
+
+    Args:
+        in_features, out_features: of the whole layer. `in_features` need not divide by the number of ranks.
+        bias: whole on each rank, added once, after the reduction.
+        input_is_parallel: the input is this rank's features, as a column-parallel layer leaves them; False: it is whole
+            on each rank, and this rank's slice is taken first.
+        sequence_parallel: reduce-scatter the output, so that each rank gets its tokens; otherwise it is all-reduced.
+        skip_bias_add: return ``(sum of x @ weight.T, bias)`` for a kernel that adds the bias later.
+        init_method, sequence_dim, backend, group, mesh: as in `ColumnParallelLinear`.
+
+    Shapes: input ``[..., in shard]`` (``[..., in]`` without `input_is_parallel`); output ``[..., out]``, its
+    `sequence_dim` this rank's part under sequence parallelism. Raises as `ColumnParallelLinear` does.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        *,
+        input_is_parallel: bool = True,
+        sequence_parallel: bool = False,
+        skip_bias_add: bool = False,
+        init_method: Callable[[Tensor], object] | None = None,
+        sequence_dim: int = 0,
+        backend: str | None = None,
+        group=None,
+        mesh=None,
+        device=None,
+        dtype=None,
+    ):
+        checks.check_backend(backend)
+        super().__init__(
+            in_features,
+            out_features,
+            bias,
+            weight_shard_dim=1,
+            init_method=init_method,
+            group=group,
+            mesh=mesh,
+            device=device,
+            dtype=dtype,
+        )
+        self.input_is_parallel = input_is_parallel
+        self.sequence_parallel = sequence_parallel
+        self.skip_bias_add = skip_bias_add
+        self.sequence_dim = sequence_dim
+
+    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+        weight = local(self.weight)
+        features = self.in_features
+        if self.input_is_parallel:
+            features = shard_size(self.in_features, self.group.size, self.group.rank)
+        checks.check_input(x, features, weight, "RowParallelLinear")
+        dim = checks.token_dim(x, self.sequence_dim, "RowParallelLinear") if self.sequence_parallel else None
+        bias = replicated(self.bias, self.group, self.sequence_parallel)
+        out = reference.row_parallel_linear(
+            x,
+            weight,
+            None if self.skip_bias_add else bias,
+            self.group,
+            input_is_parallel=self.input_is_parallel,
+            sequence_dim=dim,
+        )
+        return (out, bias) if self.skip_bias_add else out
+
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self.group.size}"

@@ -1,0 +1,100 @@
+"""Cross entropy on logits whose vocabulary is split (Shoeybi et al., 2019, "Megatron-LM", section 3)."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpfused import reference
+from tpfused.group import TPGroup, resolve_group
+from tpfused.layers.ids import IdCheck
+from tpfused.sharding import shard_size
+
+REDUCTIONS = ("mean", "sum", "none")
+_label_checks: dict[torch.device, IdCheck] = {}
+
+
+def vocab_parallel_cross_entropy(
+    logits: Tensor,
+    target: Tensor,
+    *,
+    vocab_size: int | None = None,
+    ignore_index: int = -100,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    reduction: str = "mean",
+    check: str = "async",
+    group=None,
+) -> Tensor:
+    """`F.cross_entropy` over a vocabulary split over the ranks, without gathering the logits.
+
+    Args:
+        logits: ``[..., vocabulary shard]``, floating; computed in float32 (float64 for float64). Not changed.
+        target: int64 ``[...]``, global ids, the same on every rank; `ignore_index` marks tokens left out.
+        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are as wide as this one.
+        label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
+        z_loss: the weight of ``log(Z)**2``, added to each token's loss.
+        reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
+        check: labels outside the vocabulary, as `VocabParallelEmbedding` treats ids.
+        group: the ProcessGroup over which the vocabulary is split.
+
+    Returns:
+        float32 (float64 for float64 logits), the same on every rank.
+
+    Raises:
+        ValueError: logits of the wrong width (gathered ones, say), shapes that do not match, a label outside the
+        vocabulary.
+        TypeError: labels that are not int64, logits that are not floating.
+    """
+    group = resolve_group(group)
+    vocab_size = _check_arguments(logits, target, vocab_size, label_smoothing, reduction, group)
+    check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
+    bad = check_labels(target, vocab_size, check, ignore_index)
+    loss = reference.vocab_parallel_cross_entropy(
+        logits,
+        target,
+        vocab_size,
+        group,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        z_loss=z_loss,
+    )
+    if bad is not None:
+        loss = loss.masked_fill(bad, torch.nan)
+    return reference.reduce_loss(loss, target, ignore_index, reduction)
+
+
+def _check_arguments(
+    logits: Tensor,
+    target: Tensor,
+    vocab_size: int | None,
+    label_smoothing: float,
+    reduction: str,
+    group: TPGroup,
+) -> int:
+    if not logits.is_floating_point():
+        raise TypeError(f"logits must be floating-point, not {logits.dtype}")
+    if target.dtype != torch.int64:
+        raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
+    if logits.device != target.device:
+        raise ValueError(f"the logits are on {logits.device}, the labels on {target.device}")
+    if logits.ndim < 1 or logits.shape[:-1] != target.shape:
+        raise ValueError(
+            f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
+            f"not {tuple(target.shape)}"
+        )
+    width = logits.shape[-1]
+    if vocab_size is None:
+        vocab_size = width * group.size
+    own = shard_size(vocab_size, group.size, group.rank)
+    if width != own:
+        gathered = " (are they gathered?)" if width == vocab_size else ""
+        raise ValueError(
+            f"rank {group.rank} of {group.size} owns {own} of a vocabulary of {vocab_size}, but the logits of shape "
+            f"{tuple(logits.shape)} are {width} wide{gathered}"
+        )
+    if not 0.0 <= label_smoothing <= 1.0:
+        raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
+    if reduction not in REDUCTIONS:
+        raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+    return vocab_size

@@ -1,0 +1,116 @@
+"""The feed-forward layers: one column-parallel and one row-parallel matmul, one collective each way."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from torch import Tensor, nn
+
+from tpfused import reference
+from tpfused.layers import checks
+from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
+from tpfused.packing import GateUpPacking
+from tpfused.sharding import padded_shard_size
+
+
+class ParallelMLP(nn.Module):
+    """``fc2(act(fc1(x)))``, the `ffn_size` features split over the ranks.
+
+    Args:
+        hidden_size, ffn_size: of the whole layer.
+        activation: as in `ColumnParallelLinear`.
+        bias: of both layers.
+        sequence_parallel, sequence_dim, init_method, backend, group, mesh: as in `ColumnParallelLinear`.
+
+    Shapes: ``[..., hidden]`` in and out; under sequence parallelism `sequence_dim` is this rank's tokens in both.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str | None = "gelu",
+        bias: bool = True,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        init_method: Callable[[Tensor], object] | None = None,
+        backend: str | None = None,
+        group=None,
+        mesh=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        common = {
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": sequence_dim,
+            "init_method": init_method,
+            "backend": backend,
+            "group": group,
+            "mesh": mesh,
+            "device": device,
+            "dtype": dtype,
+        }
+        self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **common)
+        self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
+
+    def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+        return self.fc2(self.fc1(x, total_len=total_len))
+
+
+class ParallelGatedMLP(nn.Module):
+    """``down(act(gate(x)) * up(x))``: SwiGLU with "silu", GEGLU with "gelu" (Shazeer, 2020); gate and up in one matmul.
+
+    Arguments and shapes as in `ParallelMLP`. The packed weight ``gate_up`` is ``[2 * ffn_size, hidden]`` with rows gate
+    0, up 0, gate 1, up 1, ...
+
+    Raises:
+        ValueError: `ffn_size` splits over the ranks such that a gate and its up would be on two of them.
+    """
+
+    packed_children = {"gate_up": GateUpPacking()}
+
+    def __init__(
+        self,
+        hidden_size: int,
+        ffn_size: int,
+        activation: str = "silu",
+        bias: bool = False,
+        *,
+        sequence_parallel: bool = False,
+        sequence_dim: int = 0,
+        init_method: Callable[[Tensor], object] | None = None,
+        backend: str | None = None,
+        group=None,
+        mesh=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__()
+        checks.check_activation(activation)
+        common = {
+            "sequence_parallel": sequence_parallel,
+            "sequence_dim": sequence_dim,
+            "init_method": init_method,
+            "backend": backend,
+            "group": group,
+            "mesh": mesh,
+            "device": device,
+            "dtype": dtype,
+        }
+        packing = self.packed_children["gate_up"]
+        self.activation = activation
+        self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **common)
+        self.down = RowParallelLinear(ffn_size, hidden_size, bias, **common)
+        ranks = self.gate_up.group.size
+        if padded_shard_size(2 * ffn_size, ranks) != 2 * padded_shard_size(ffn_size, ranks):
+            raise ValueError(
+                f"ffn_size {ffn_size} on {ranks} ranks would put a gate and its up on two ranks: "
+                f"{2 * ffn_size} packed rows split into shards of {padded_shard_size(2 * ffn_size, ranks)}"
+            )
+
+    def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+        return self.down(reference.gated_act(self.gate_up(x, total_len=total_len), self.activation))

@@ -1,0 +1,62 @@
+"""LayerNorm and RMSNorm whose weights are whole on each rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from tpfused import reference
+from tpfused.layers import checks
+from tpfused.parameter import ParallelModule, check_size, local, replicated
+
+KINDS = ("layernorm", "rmsnorm")
+
+
+class Norm(ParallelModule):
+    """`nn.LayerNorm` or `nn.RMSNorm` over the last dimension.
+
+    Under `sequence_parallel` each rank normalises its own tokens, so the gradients of weight and bias are summed over
+    the ranks in backward.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        hidden_size: int,
+        eps: float = 1e-5,
+        *,
+        sequence_parallel: bool = False,
+        group=None,
+        mesh=None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(group, mesh)
+        check_size(hidden_size, "hidden_size")
+        if kind not in KINDS:
+            raise ValueError(f"norm must be one of {', '.join(KINDS)}, not {kind!r}")
+        self.kind = kind
+        self.hidden_size = hidden_size
+        self.eps = eps
+        self.sequence_parallel = sequence_parallel
+        self.new_parameter("weight", (hidden_size,), device=device, dtype=dtype)
+        if kind == "layernorm":
+            self.new_parameter("bias", (hidden_size,), device=device, dtype=dtype)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.ones_(local(self.weight))
+        if self.bias is not None:
+            nn.init.zeros_(local(self.bias))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = replicated(self.weight, self.group, self.sequence_parallel)
+        bias = replicated(self.bias, self.group, self.sequence_parallel)
+        checks.check_input(x, self.hidden_size, weight, "Norm")
+        return reference.normalize(x, self.kind, weight, bias, self.eps)
+
+    def extra_repr(self) -> str:
+        return f"{self.kind}, {self.hidden_size}, eps={self.eps}"

@@ -1,0 +1,241 @@
+"""A whole Transformer, GPT or LLaMA style, from one config."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from tpfused.collectives import own_slice
+from tpfused.group import TPGroup, resolve_group
+from tpfused.layers.attention import ParallelAttention, check_heads
+from tpfused.layers.embedding import VocabParallelEmbedding
+from tpfused.layers.linear import ColumnParallelLinear, column_forward
+from tpfused.layers.loss import vocab_parallel_cross_entropy
+from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP
+from tpfused.layers.norm import Norm
+from tpfused.parameter import ParallelModule, check_size, local, replicated
+from tpfused.random import rank_rng
+
+
+@dataclass(frozen=True)
+class TransformerConfig:
+    """The shape and style of a `ParallelTransformer`.
+
+    Attributes:
+        vocab_size, hidden_size, num_layers, num_heads, ffn_size, max_positions: sizes.
+        num_kv_heads, head_dim: as in `ParallelAttention`.
+        positions: "learned" (a table of `max_positions`) or "rotary" (base `rope_theta`).
+        norm, norm_eps: "layernorm" or "rmsnorm", before attention, before the feed-forward layer, and at the end.
+        activation, gated: of the feed-forward layer; `gated` selects SwiGLU ("silu") or GEGLU ("gelu").
+        bias: of every projection, the untied head's included.
+        tie_embeddings: the head uses the embedding's weight and has no bias.
+        causal: each token attends to itself and earlier ones only.
+        dropout, attention_dropout: probabilities.
+        sequence_parallel: between the blocks' matmuls each rank holds its own tokens only.
+        sequence_dim: 0 keeps activations as ``[tokens, batch, hidden]``, 1 as ``[batch, tokens, hidden]``. Not visible
+            outside.
+        init: "default" (`nn.Linear`'s) or "xavier": Xavier-uniform on each projection's whole shape, zero biases
+            (Glorot and Bengio, 2010). Embeddings and positions are normal(0, 1).
+        checkpoint_activations: recompute each block in backward instead of keeping its activations.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_heads: int
+    ffn_size: int
+    max_positions: int
+    num_kv_heads: int | None = None
+    head_dim: int | None = None
+    positions: str = "learned"
+    norm: str = "layernorm"
+    norm_eps: float = 1e-5
+    activation: str = "gelu"
+    gated: bool = False
+    bias: bool = True
+    tie_embeddings: bool = False
+    causal: bool = True
+    dropout: float = 0.0
+    attention_dropout: float = 0.0
+    rope_theta: float = 10000.0
+    sequence_parallel: bool = False
+    sequence_dim: int = 0
+    init: str = "default"
+    checkpoint_activations: bool = False
+
+    @classmethod
+    def gpt(cls, **fields: Any) -> TransformerConfig:
+        """GPT style: learned positions, LayerNorm, GELU, biases."""
+        return cls(**fields)
+
+    @classmethod
+    def llama(cls, **fields: Any) -> TransformerConfig:
+        """LLaMA style: rotary positions, RMSNorm, SwiGLU, no biases."""
+        style = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False}
+        return cls(**(style | fields))
+
+    def check(self, ranks: int = 1) -> None:
+        """Refuse what cannot be built on `ranks` tensor-parallel ranks.
+
+        Raises:
+            ValueError: names the numbers.
+        """
+        for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
+            check_size(getattr(self, name), name)
+        _check_choice("positions", self.positions, ("learned", "rotary"))
+        _check_choice("init", self.init, ("default", "xavier"))
+        _check_choice("sequence_dim", self.sequence_dim, (0, 1))
+        if not 0.0 <= self.dropout < 1.0:
+            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
+        rotary = self.positions == "rotary"
+        check_heads(self.hidden_size, self.num_heads, kv_heads, self.head_dim, ranks, rotary)
+
+
+class PositionEmbedding(ParallelModule):
+    """A learned vector a position, the table whole on each rank."""
+
+    def __init__(self, max_positions: int, hidden_size: int, *, sequence_parallel: bool, group, mesh, device, dtype):
+        super().__init__(group, mesh)
+        self.sequence_parallel = sequence_parallel
+        self.new_parameter("weight", (max_positions, hidden_size), device=device, dtype=dtype)
+        self.reset_parameters()
+
+    @torch.no_grad()
+    def reset_parameters(self) -> None:
+        nn.init.normal_(local(self.weight))
+
+    def forward(self, tokens: int) -> Tensor:
+        """``[tokens, hidden]``, or this rank's tokens of them."""
+        rows = replicated(self.weight, self.group, self.sequence_parallel)[:tokens]
+        return own_slice(rows, 0, self.group) if self.sequence_parallel else rows
+
+
+class ParallelTransformerBlock(nn.Module):
+    """A pre-norm block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
+
+    Shapes: ``[tokens, batch, hidden]`` (``[batch, tokens, hidden]`` with ``config.sequence_dim`` 1) in and out, this
+    rank's tokens under sequence parallelism. `mask` as in `ParallelAttention`.
+    """
+
+    def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
+        super().__init__()
+        self.group = resolve_group(group, mesh)
+        config.check(self.group.size)
+        self.config = config
+        place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
+        place["sequence_parallel"] = config.sequence_parallel
+        parallel = {**place, "sequence_dim": config.sequence_dim, "init_method": _init_method(config)}
+        self.attention_norm = Norm(config.norm, config.hidden_size, config.norm_eps, **place)
+        self.attention = ParallelAttention(
+            config.hidden_size,
+            config.num_heads,
+            config.num_kv_heads,
+            config.head_dim,
+            config.bias,
+            causal=config.causal,
+            dropout=config.attention_dropout,
+            rope_theta=config.rope_theta if config.positions == "rotary" else None,
+            **parallel,
+        )
+        self.mlp_norm = Norm(config.norm, config.hidden_size, config.norm_eps, **place)
+        feed_forward = ParallelGatedMLP if config.gated else ParallelMLP
+        self.mlp = feed_forward(config.hidden_size, config.ffn_size, config.activation, config.bias, **parallel)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None, *, total_len: int | None = None) -> Tensor:
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+        attended = self.attention(self.attention_norm(x), mask, total_len=total_len)
+        x = x + hidden_dropout(attended, self.config, self.group, self.training)
+        fed = self.mlp(self.mlp_norm(x), total_len=total_len)
+        return x + hidden_dropout(fed, self.config, self.group, self.training)
+
+
+class ParallelTransformer(nn.Module):
+    """Embedding, blocks, final norm and vocabulary head, as `config` says.
+
+    Shapes: int64 ids ``[batch, tokens]``, whole on each rank; logits ``[batch, tokens, vocabulary shard]``. `mask` as
+    in `ParallelAttention`.
+
+    Raises:
+        ValueError: sizes that cannot be split over the ranks, more tokens than `max_positions`, ids outside the
+        vocabulary.
+    """
+
+    def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
+        super().__init__()
+        self.group: TPGroup = resolve_group(group, mesh)
+        config.check(self.group.size)
+        self.config = config
+        place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
+        parallel = {**place, "sequence_parallel": config.sequence_parallel, "sequence_dim": config.sequence_dim}
+        shared = {**place, "sequence_parallel": config.sequence_parallel}
+        self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **parallel)
+        self.positions = None
+        if config.positions == "learned":
+            self.positions = PositionEmbedding(config.max_positions, config.hidden_size, **shared)
+        self.blocks = nn.ModuleList(ParallelTransformerBlock(config, **place) for _ in range(config.num_layers))
+        self.norm = Norm(config.norm, config.hidden_size, config.norm_eps, **shared)
+        self.head = None
+        if not config.tie_embeddings:
+            self.head = ColumnParallelLinear(
+                config.hidden_size, config.vocab_size, config.bias, init_method=_init_method(config), **parallel
+            )
+
+    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+        config = self.config
+        if ids.ndim != 2:
+            raise ValueError(f"ParallelTransformer: expected ids [batch, tokens], got shape {tuple(ids.shape)}")
+        tokens = ids.shape[1]
+        if tokens > config.max_positions:
+            raise ValueError(f"{tokens} tokens are more than max_positions {config.max_positions}")
+        total_len = tokens if config.sequence_parallel else None
+
+        tokens_first = config.sequence_dim == 0
+        x = self.embedding(ids.t() if tokens_first else ids)
+        if self.positions is not None:
+            positions = self.positions(tokens)
+            x = x + (positions.unsqueeze(1) if tokens_first else positions)
+        x = hidden_dropout(x, config, self.group, self.training)
+        for block in self.blocks:
+            if config.checkpoint_activations and self.training:
+                x = checkpoint(block, x, mask, total_len=total_len, use_reentrant=False)
+            else:
+                x = block(x, mask, total_len=total_len)
+        logits = self._logits(self.norm(x), total_len)
+        return logits.transpose(0, 1) if tokens_first else logits
+
+    def loss(self, ids: Tensor, labels: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
+        """`vocab_parallel_cross_entropy` of the logits; `labels` is int64 ``[batch, tokens]``, `options` go through."""
+        return vocab_parallel_cross_entropy(
+            self(ids, mask), labels, vocab_size=self.config.vocab_size, group=self.group, **options
+        )
+
+    def _logits(self, x: Tensor, total_len: int | None) -> Tensor:
+        if self.head is not None:
+            return self.head(x, total_len=total_len)
+        sequence_dim = self.config.sequence_dim if self.config.sequence_parallel else None
+        weight = local(self.embedding.weight)
+        return column_forward(x, weight, None, self.group, sequence_dim=sequence_dim, total_len=total_len)
+
+
+def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, training: bool) -> Tensor:
+    """Dropout on activations between sharded regions: common to the ranks, unless each holds its own tokens."""
+    if not (training and config.dropout):
+        return x
+    with rank_rng(group, x.device) if config.sequence_parallel else nullcontext():
+        return F.dropout(x, config.dropout)
+
+
+def _init_method(config: TransformerConfig):
+    return nn.init.xavier_uniform_ if config.init == "xavier" else None
+
+
+def _check_choice(name: str, value: object, choices: tuple) -> None:
+    if value not in choices:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, choices))}, not {value!r}")

@@ -1,0 +1,212 @@
+"""Parameters that are a rank's shard of a larger tensor, and the module base class that makes them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tpfused.collectives import copy_to_group, own_slice
+from tpfused.group import TPGroup, resolve_group
+from tpfused.sharding import shard_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+class ShardInfo(NamedTuple):
+    """How a plain parameter is a part of a larger one."""
+
+    dim: int
+    size: int  # of the whole parameter along dim
+    group: TPGroup  # whose ranks own the shards, in rank order
+
+
+def shard_info(param: Tensor) -> ShardInfo | None:
+    """How `param` is sharded; None for a parameter that is whole on each rank (and for a DTensor, which knows
+    itself).
+    """
+    return getattr(param, "tp_shard", None)
+
+
+def local(param: Tensor | None) -> Tensor | None:
+    """The tensor that this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
+    to_local = getattr(param, "to_local", None)
+    return param if to_local is None else to_local()
+
+
+class ParallelModule(nn.Module):
+    """A module whose parameters are split over a tensor-parallel group.
+
+    With ``group=`` (or nothing: the default group) parameters are plain tensors, with ``mesh=`` DTensors. Subclasses
+    make them with `new_parameter` and fill them from whole tensors with `fill_parameter`, so that every degree of
+    tensor parallelism draws the same random numbers and ends with the same weights, bit for bit.
+    """
+
+    def __init__(self, group=None, mesh: DeviceMesh | None = None):
+        super().__init__()
+        self.group = resolve_group(group, mesh)
+        self._shards: dict[str, ShardInfo] = {}
+
+    def new_parameter(
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        shard_dim: int | None = None,
+        *,
+        group: TPGroup | None = None,
+        grid: DeviceMesh | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """Register an uninitialised parameter of which `shape` is the whole shape.
+
+        It is split along `shard_dim` over `group` (the module's own by default), or whole on each rank for None. `grid`
+        is the (shard, replica) mesh of rows that several ranks share.
+        """
+        group = group or self.group
+        mesh = self.group.mesh
+        if device is None and mesh is not None:
+            device = mesh.device_type
+        local_shape = list(shape)
+        if shard_dim is not None:
+            local_shape[shard_dim] = shard_size(shape[shard_dim], group.size, group.rank)
+        data = torch.empty(local_shape, device=device, dtype=dtype)
+        if mesh is not None:
+            data = _as_dtensor(data, shape, shard_dim, grid or mesh)
+        elif shard_dim is not None and group.size > 1:
+            self._shards[name] = ShardInfo(shard_dim, shape[shard_dim], group)
+        self.register_parameter(name, nn.Parameter(data))
+        self._tag_parameters()
+
+    @torch.no_grad()
+    def fill_parameter(self, name: str, whole: Tensor) -> None:
+        """Copy this rank's part of `whole` into the parameter."""
+        param = getattr(self, name)
+        if hasattr(param, "placements"):
+            for mesh_dim, placement in enumerate(param.placements):
+                if placement.is_shard():
+                    mesh = param.device_mesh
+                    axis = TPGroup(None, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
+                    whole = own_slice(whole, placement.dim, axis)
+        elif name in self._shards:
+            shard = self._shards[name]
+            whole = own_slice(whole, shard.dim, shard.group)
+        local(param).copy_(whole)
+
+    def _tag_parameters(self) -> None:
+        # Attributes of a Parameter do not survive deepcopy, pickling or a move off the meta device: set again then.
+        for name, shard in self._shards.items():
+            if self._parameters.get(name) is not None:
+                self._parameters[name].tp_shard = shard
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        module = super()._apply(fn, recurse)
+        self._tag_parameters()
+        return module
+
+    def __setstate__(self, state: dict) -> None:
+        super().__setstate__(state)
+        self._tag_parameters()
+
+
+class LinearParameters(ParallelModule):
+    """A linear layer's weight ``[out, in]`` and bias ``[out]``, split along one of the weight's two dimensions.
+
+    `weight_shard_dim` 0 splits the outputs (and with them the bias), 1 the inputs (the bias is whole on each rank).
+    Initialised as `nn.Linear` of the whole shape is; with `init_method`, a function that fills the whole weight in
+    place, the bias starts at zero.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool,
+        weight_shard_dim: int,
+        *,
+        init_method: Callable[[Tensor], object] | None = None,
+        group: TPGroup | None = None,
+        mesh: DeviceMesh | None = None,
+        shard_group: TPGroup | None = None,
+        grid: DeviceMesh | None = None,
+        device=None,
+        dtype=None,
+    ):
+        super().__init__(group, mesh)
+        check_size(in_features, "in_features")
+        check_size(out_features, "out_features")
+        self.in_features = in_features
+        self.out_features = out_features
+        self.init_method = init_method
+        placing = {"group": shard_group, "grid": grid, "device": device, "dtype": dtype}
+        self.new_parameter("weight", (out_features, in_features), weight_shard_dim, **placing)
+        if bias:
+            self.new_parameter("bias", (out_features,), 0 if weight_shard_dim == 0 else None, **placing)
+        else:
+            self.register_parameter("bias", None)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the whole weight and bias as `nn.Linear` does, and keep this rank's part. Nothing on the meta device."""
+        if self.weight.is_meta:
+            return
+        whole = self.new_whole_weight(self.out_features)
+        init_weight(whole, self.init_method)
+        self.fill_parameter("weight", whole)
+        if self.bias is not None:
+            self.fill_parameter("bias", new_whole_bias(whole, self.init_method))
+
+    def new_whole_weight(self, out_features: int) -> Tensor:
+        """Uninitialised ``[out_features, in]``, where this rank's part of the weight lives."""
+        return torch.empty(out_features, self.in_features, device=local(self.weight).device, dtype=self.weight.dtype)
+
+
+@torch.no_grad()
+def init_weight(whole: Tensor, init_method: Callable[[Tensor], object] | None) -> None:
+    """Fill a whole ``[out, in]`` weight: `init_method`, or what `nn.Linear` does."""
+    if init_method is not None:
+        init_method(whole)
+    else:
+        nn.init.kaiming_uniform_(whole, a=5**0.5)
+
+
+@torch.no_grad()
+def new_whole_bias(whole_weight: Tensor, init_method: Callable[[Tensor], object] | None) -> Tensor:
+    """The bias that goes with a whole weight: zero under an `init_method`, else what `nn.Linear` draws."""
+    out_features, in_features = whole_weight.shape
+    bias = whole_weight.new_zeros(out_features)
+    if init_method is None:
+        bound = in_features**-0.5 if in_features else 0.0
+        bias.uniform_(-bound, bound)
+    return bias
+
+
+def replicated(param: Tensor | None, group: TPGroup, sharded_tokens: bool) -> Tensor | None:
+    """A parameter that is whole on each rank, ready to be computed with.
+
+    Where each rank sees other tokens (sequence parallelism), its gradient is a partial sum on each rank: it is
+    all-reduced over `group`, so that `param.grad` is right as soon as backward returns.
+    """
+    param = local(param)
+    return copy_to_group(param, group) if sharded_tokens and param is not None else param
+
+
+def check_size(size: int, what: str) -> None:
+    if not isinstance(size, int) or isinstance(size, bool):
+        raise TypeError(f"{what} must be an integer, not {type(size).__name__} {size!r}")
+    if size < 1:
+        raise ValueError(f"{what} must be at least 1, not {size}")
+
+
+def _as_dtensor(data: Tensor, shape: tuple[int, ...], shard_dim: int | None, mesh: DeviceMesh) -> Tensor:
+    from torch.distributed.tensor import DTensor, Replicate, Shard
+
+    placements = [Replicate()] * mesh.ndim
+    if shard_dim is not None:
+        placements[0] = Shard(shard_dim)
+    whole_shape = torch.Size(shape)
+    strides = torch.empty(whole_shape, device="meta").stride()
+    return DTensor.from_local(data, mesh, placements, run_check=False, shape=whole_shape, stride=strides)
