@@ -1,0 +1,170 @@
+"""When the compiled extension is built, and that the build works where it can."""
+
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+from tpfused import extension
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    """A machine with a CUDA 13.0 torch and everything else that a build needs, and means to change it."""
+
+    def write(path: str, text: str) -> Path:
+        file = tmp_path / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+        return file
+
+    def nvcc(release: str, codes: str = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"):
+        script = (
+            f'case $1 in --version) echo "tools, release {release}, V{release}.1";; *) echo "{codes}";; esac'
+        )
+        write("cuda/bin/nvcc", f"#!/bin/sh\n{script}\n").chmod(0o755)
+
+    def torch(version: str, cuda: str | None):
+        write("torch/version.py", f"__version__ = {version!r}\ncuda = {cuda!r}\n")
+
+    nvcc("13.0")
+    torch("2.14.1+cu130", "13.0")
+    write("nvidia.nccl/include/nccl.h", "")
+    write("python/Python.h", "")
+    monkeypatch.setattr(
+        extension, "_package_folder", lambda name: tmp_path / name if (tmp_path / name).exists() else None
+    )
+    monkeypatch.setattr(extension, "_python_include", lambda: tmp_path / "python")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
+    monkeypatch.setenv("NVCC_CCBIN", "c++")
+    monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
+    return SimpleNamespace(
+        nvcc=nvcc, torch=torch, remove=lambda path: (tmp_path / path).rename(tmp_path / "removed")
+    )
+
+
+def test_buildable(machine, tmp_path):
+    found = extension.find_toolchain()
+    assert found.nvcc == tmp_path / "cuda/bin/nvcc"
+    assert found.nccl == tmp_path / "nvidia.nccl"
+    assert found.architectures == ("8.0", "9.0", "10.0", "12.0+PTX")
+
+
+@pytest.mark.parametrize("nvcc, torch", [("13.2", "13.0"), ("13.0", "13.10"), ("9.2", "9.1")])
+def test_same_major_version_is_enough(machine, nvcc, torch):
+    machine.nvcc(nvcc)
+    machine.torch("2.20.0", torch)
+    extension.find_toolchain()
+
+
+@pytest.mark.parametrize(
+    "nvcc, torch", [("12.9", "13.0"), ("13.0", "12.8"), ("1.3", "13.0"), ("130.0", "13.0")]
+)
+def test_another_major_version_is_named(machine, nvcc, torch):
+    machine.nvcc(nvcc)
+    machine.torch("2.20.0", torch)
+    with pytest.raises(extension.NotBuildable, match=f"CUDA {nvcc} and torch is built with CUDA {torch}"):
+        extension.find_toolchain()
+
+
+@pytest.mark.parametrize(
+    "missing, reason",
+    [
+        ("torch", "torch is not installed"),
+        ("nvidia.nccl", "NCCL wheel"),
+        ("python/Python.h", "Python's header files"),
+    ],
+)
+def test_missing_part_is_named(machine, missing, reason):
+    machine.remove(missing)
+    with pytest.raises(extension.NotBuildable, match=reason):
+        extension.find_toolchain()
+
+
+def test_torch_without_cuda(machine):
+    machine.torch("2.13.0+cpu", None)
+    with pytest.raises(extension.NotBuildable, match=r"2\.13\.0\+cpu is not a CUDA build"):
+        extension.find_toolchain()
+
+
+def test_no_nvcc(machine, monkeypatch):
+    monkeypatch.setattr(extension.shutil, "which", lambda name, path=None: None)
+    with pytest.raises(extension.NotBuildable, match="nvcc is not installed"):
+        extension.find_toolchain()
+
+
+def test_no_host_compiler(machine, monkeypatch):
+    which = extension.shutil.which
+    monkeypatch.delenv("NVCC_CCBIN")
+    monkeypatch.setattr(
+        extension.shutil, "which", lambda name, path=None: None if name == "g++" else which(name, path=path)
+    )
+    with pytest.raises(extension.NotBuildable, match=r"no g\+\+"):
+        extension.find_toolchain()
+
+
+def test_broken_nvcc(machine, tmp_path):
+    (tmp_path / "cuda/bin/nvcc").write_text("#!/bin/sh\nexit 3\n")
+    with pytest.raises(extension.NotBuildable, match="does not run"):
+        extension.find_toolchain()
+
+
+def test_older_nvcc_offers_fewer_architectures(machine):
+    machine.nvcc("13.0", codes="sm_75 sm_80 sm_90")
+    assert extension.find_toolchain().architectures == ("8.0", "9.0+PTX")
+
+
+def test_architectures_by_hand(machine, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0; 9.0a 12.0+PTX")
+    assert extension.find_toolchain().architectures == ("8.0", "9.0a", "12.0+PTX")
+
+
+def test_code_flags():
+    assert extension._code_flags(("9.0a", "12.0+PTX")) == [
+        "-gencode=arch=compute_90a,code=sm_90a",
+        "-gencode=arch=compute_120,code=sm_120",
+        "-gencode=arch=compute_120,code=compute_120",
+    ]
+    with pytest.raises(ValueError, match="'Hopper'"):
+        extension._code_flags(("Hopper",))
+
+
+@pytest.mark.parametrize("ninja", [True, False])
+def test_build_steps_run_in_order(tmp_path, monkeypatch, ninja):
+    if not ninja:
+        monkeypatch.setattr(extension.shutil, "which", lambda name, path=None: None)
+    folder = tmp_path / "a folder: $x"
+    folder.mkdir()
+    source, first, second = folder / "source", folder / "first", folder / "second"
+    source.write_text("text with $HOME")
+    steps = [
+        (first, [source], ["cp", str(source), str(first)]),
+        (second, [first], ["cp", str(first), str(second)]),
+    ]
+    extension._run(steps, folder)
+    assert second.read_text() == "text with $HOME"
+
+
+@pytest.mark.parametrize("ninja", [True, False])
+def test_failing_build_step_raises(tmp_path, monkeypatch, ninja):
+    if not ninja:
+        monkeypatch.setattr(extension.shutil, "which", lambda name, path=None: None)
+    with pytest.raises(subprocess.CalledProcessError):
+        extension._run([(tmp_path / "out", [], ["false"])], tmp_path)
+
+
+def test_real_build(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_CUDA_ARCH_LIST", "8.0")
+    try:
+        toolchain = extension.find_toolchain()
+    except extension.NotBuildable as reason:
+        pytest.skip(str(reason))
+    extension.build(toolchain, tmp_path / "_C.abi3.so", tmp_path / "objects", in_tree=True)
+    code = (
+        "import _C; info = _C.build_info(); assert info['architectures'] == '8.0'; print(info['nccl_loaded'])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 20000

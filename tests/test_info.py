@@ -1,0 +1,171 @@
+"""`tpfused info`: what it finds here, and what it makes of other machines."""
+
+import json
+import platform
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+import tpfused
+from tpfused.cli import info, main
+
+# Underlined as nvidia-smi prints it; the host's third GPU hangs on PCIe.
+TOPOLOGY = (
+    "\t\x1b[4mGPU0\tGPU1\tGPU2\tNIC0\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
+    "GPU0\t X \tNV18\tSYS\tPIX\t0-31\t0\t\tN/A\n"
+    "GPU1\tNV18\t X \tPHB\tSYS\t0-31\t0\t\tN/A\n"
+    "GPU2\tSYS\tPHB\t X \tSYS\t32-63\t1\t\tN/A\n"
+    "NIC0\tPIX\tSYS\tSYS\t X \t\t\t\t\n"
+    "\nLegend:\n\n  X    = Self\n  SYS  = Connection traversing PCIe\n"
+)
+SMI_GPUS = "0, GPU-aaaa, 580.159.04\n1, GPU-bbbb, 580.159.04\n2, GPU-cccc, 580.159.04\n"
+
+
+def gpu(index: int, uuid: str) -> dict:
+    return {"index": index, "name": "GPU", "capability": "9.0", "memory_bytes": 80 * 2**30, "uuid": uuid}
+
+
+@pytest.fixture
+def smi(monkeypatch):
+    answers = {"--query-gpu=index,uuid,driver_version": SMI_GPUS, "topo": TOPOLOGY}
+    monkeypatch.setattr(info, "_nvidia_smi", lambda *arguments: answers[arguments[0]])
+    return answers
+
+
+@pytest.fixture
+def two_gpus(monkeypatch, smi):
+    """torch sees two of the host's three GPUs, in another order than nvidia-smi."""
+    monkeypatch.setattr(info, "_gpus", lambda torch: [gpu(0, "cccc"), gpu(1, "aaaa")])
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: True)
+
+
+def test_json_here(capsys):
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["versions"]["tpfused"] == tpfused.__version__
+    assert found["versions"]["python"] == platform.python_version()
+    assert found["versions"]["torch"] == torch.__version__
+    assert found["versions"]["cuda"] == torch.version.cuda
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert found["extension"]["built"] or found["extension"]["reason"]
+    assert found["uses"]["backend"] == ("nccl" if found["gpus"] else "gloo")
+
+
+def test_text_here(capsys):
+    assert main(["info"]) == 0
+    text = capsys.readouterr().out
+    for part in (torch.__version__, "GPUs", "Extension", "backend: ", "plain path"):
+        assert part in text
+
+
+def test_without_torch(monkeypatch, capsys):
+    monkeypatch.setattr(info, "_import_torch", lambda: None)
+    assert main(["info"]) == 0
+    assert "torch cannot be imported" in capsys.readouterr().out
+
+
+def test_links_follow_the_uuid(two_gpus, capsys):
+    found = info.collect()
+    assert found["links"] == [{"gpus": [0, 1], "peer_access": True, "nvlink": "none (SYS)"}]
+    assert found["versions"]["driver"] == "580.159.04"
+    assert "0 and 1  peer access, NVLink: none (SYS)" in info.render(found)
+
+
+def test_links_without_nvidia_smi(two_gpus, smi):
+    smi.update({name: "" for name in smi})
+    found = info.collect()
+    assert found["links"] == [{"gpus": [0, 1], "peer_access": True, "nvlink": "unknown"}]
+    assert found["versions"]["driver"] == "unknown"
+
+
+def test_peer_access_needs_both_directions(two_gpus, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda i, j: i < j)
+    assert info.collect()["links"][0]["peer_access"] is False
+
+
+def test_topology():
+    topology = info.parse_topology(TOPOLOGY)
+    assert topology["0", "1"] == topology["1", "0"] == "NV18"
+    assert topology["1", "2"] == "PHB"
+    assert len(topology) == 9
+    assert info.parse_topology("") == {}
+
+
+def test_nvlink_wording():
+    assert info._nvlink("NV18") == "18 links"
+    assert info._nvlink("PIX") == "none (PIX)"
+    assert info._nvlink(None) == "unknown"
+
+
+@pytest.mark.parametrize("outcome", [OSError, info.subprocess.TimeoutExpired("nvidia-smi", 60), None])
+def test_nvidia_smi_that_fails(monkeypatch, outcome):
+    def run(*args, **kwargs):
+        if outcome is not None:
+            raise outcome
+        return SimpleNamespace(returncode=9, stdout="it has failed")
+
+    monkeypatch.setattr(info.subprocess, "run", run)
+    assert info._nvidia_smi("topo", "-m") == ""
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    """Makes `import tpfused._C` give, or raise, what the test says."""
+
+    def use(outcome):
+        def import_module(name):
+            assert name == "tpfused._C"
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        monkeypatch.setattr(info.importlib, "import_module", import_module)
+
+    return use
+
+
+def test_extension_not_built(compiled):
+    compiled(ModuleNotFoundError("No module named 'tpfused._C'"))
+    found = info._extension(torch, [])
+    assert found["built"] is False and found["reason"]
+
+
+def test_extension_that_cannot_be_loaded(compiled):
+    compiled(ImportError("libnccl.so.2: cannot open shared object file"))
+    found = info._extension(torch, [])
+    assert found == {
+        "built": True,
+        "usable": False,
+        "reason": "libnccl.so.2: cannot open shared object file",
+    }
+
+
+def test_extension_built(compiled):
+    def kernel_architecture(device):
+        if device == 1:
+            raise RuntimeError("CUDA device 1: no kernel image is available for execution on the device")
+        return 90
+
+    built = {"cuda": 13000, "architectures": "8.0 12.0+PTX", "nccl_compiled": 23007, "nccl_loaded": 22809}
+    compiled(SimpleNamespace(build_info=lambda: built, kernel_architecture=kernel_architecture))
+    found = info._extension(torch, [gpu(0, "aaaa"), gpu(1, "bbbb")])
+    assert found["cuda"] == "13.0"
+    assert found["architectures"] == ["8.0", "12.0+PTX"]
+    assert (found["nccl_compiled"], found["nccl_loaded"]) == ("2.30.7", "2.28.9")
+    assert found["runs_on_gpus"][0] == "9.0"
+    assert "no kernel image" in found["runs_on_gpus"][1]
+
+
+@pytest.mark.gpu
+def test_on_gpus():
+    found = info.collect()
+    count = torch.cuda.device_count()
+    assert [gpu["index"] for gpu in found["gpus"]] == list(range(count)) and count > 0
+    assert all(gpu["memory_bytes"] > 2**30 for gpu in found["gpus"])
+    assert len(found["links"]) == count * (count - 1) // 2
+    assert found["versions"]["nccl"]
+    assert found["uses"]["backend"] == "nccl"
+    if found["extension"]["built"]:
+        assert found["extension"]["usable"]
+        assert len(found["extension"]["runs_on_gpus"]) == count

@@ -1,0 +1,54 @@
+"""Tensor-parallel PyTorch layers. The names below are public; each is imported when it is first used."""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from tpfused.checkpoint import full_state_dict as full_state_dict
+    from tpfused.checkpoint import load_full_state_dict as load_full_state_dict
+    from tpfused.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from tpfused.layers.attention import ParallelAttention as ParallelAttention
+    from tpfused.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
+    from tpfused.layers.linear import ColumnParallelLinear as ColumnParallelLinear
+    from tpfused.layers.linear import RowParallelLinear as RowParallelLinear
+    from tpfused.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
+    from tpfused.layers.mlp import ParallelGatedMLP as ParallelGatedMLP
+    from tpfused.layers.mlp import ParallelMLP as ParallelMLP
+    from tpfused.layers.transformer import ParallelTransformer as ParallelTransformer
+    from tpfused.layers.transformer import ParallelTransformerBlock as ParallelTransformerBlock
+    from tpfused.layers.transformer import TransformerConfig as TransformerConfig
+    from tpfused.random import rank_rng as rank_rng
+
+# Name -> the module that defines it. (The imports above say the same to type checkers, which run no code.)
+_HOME = {
+    "ColumnParallelLinear": "tpfused.layers.linear",
+    "ParallelAttention": "tpfused.layers.attention",
+    "ParallelGatedMLP": "tpfused.layers.mlp",
+    "ParallelMLP": "tpfused.layers.mlp",
+    "ParallelTransformer": "tpfused.layers.transformer",
+    "ParallelTransformerBlock": "tpfused.layers.transformer",
+    "RowParallelLinear": "tpfused.layers.linear",
+    "TransformerConfig": "tpfused.layers.transformer",
+    "VocabParallelEmbedding": "tpfused.layers.embedding",
+    "clip_grad_norm_": "tpfused.grad_norm",
+    "full_state_dict": "tpfused.checkpoint",
+    "load_full_state_dict": "tpfused.checkpoint",
+    "rank_rng": "tpfused.random",
+    "vocab_parallel_cross_entropy": "tpfused.layers.loss",
+}
+
+__all__ = list(_HOME)
+
+
+def __getattr__(name: str):
+    if name not in _HOME:
+        raise AttributeError(f"module 'tpfused' has no attribute {name!r}")
+    value = getattr(import_module(_HOME[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__():
+    return sorted({*globals(), *_HOME})

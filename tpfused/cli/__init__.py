@@ -1,0 +1,71 @@
+"""The `tpfused` command. Only the subcommand that was asked for is imported: help needs no torch."""
+
+import argparse
+import difflib
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+import tpfused
+from tpfused.cli.errors import UserError
+
+# Name -> summary. Each is a module of this package with add_arguments(parser) and run(args) -> exit code.
+COMMANDS = {
+    "info": "show versions, GPUs and their links, and what tpfused uses here",
+    "train": "train a tensor-parallel Transformer beside its dense twin",
+}
+
+EXAMPLES = """\
+examples:
+  tpfused info                         what is installed, and what will run
+  tpfused train                        a small model on a CPU, a larger one on all GPUs
+  tpfused train --preset memory --tp 2 a Transformer split over two GPUs
+  tpfused train --help                 everything that train can do
+
+`python -m tpfused` is the same command.
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command line and returns its exit code: 2 for a wrong use, 130 when interrupted."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    parser = _parser(chosen=argv[0] if argv else None)
+    if not argv:
+        parser.print_help(sys.stderr)
+        return 2
+    if not argv[0].startswith("-") and argv[0] not in COMMANDS:
+        parser.error(_unknown(argv[0]))
+    args = parser.parse_args(argv)
+    try:
+        return args.run(args)
+    except UserError as error:
+        print(f"tpfused {argv[0]}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def _parser(chosen: str | None) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tpfused",
+        description="Tensor-parallel PyTorch layers: look at this machine, and train with them.",
+        epilog=EXAMPLES,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tpfused {tpfused.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    for name, summary in COMMANDS.items():
+        command = commands.add_parser(
+            name, help=summary, description=summary, formatter_class=argparse.RawDescriptionHelpFormatter
+        )
+        if name == chosen:
+            module = import_module(f"tpfused.cli.{name}")
+            module.add_arguments(command)
+            command.set_defaults(run=module.run)
+    return parser
+
+
+def _unknown(command: str) -> str:
+    near = difflib.get_close_matches(command, COMMANDS, n=1)
+    hint = f"did you mean {near[0]!r}?" if near else f"the commands are {', '.join(COMMANDS)}"
+    return f"there is no command {command!r}; {hint}"

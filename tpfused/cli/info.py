@@ -1,0 +1,226 @@
+"""`tpfused info`: what is installed, which GPUs there are and how they are linked, and what tpfused will use.
+
+Works on every machine: what cannot be found out is shown as "unknown", what is not there as "none".
+"""
+
+import importlib
+import json
+import platform
+import re
+import subprocess
+from importlib import metadata
+from itertools import combinations
+
+import tpfused
+from tpfused import extension
+
+UNKNOWN = "unknown"
+
+
+def add_arguments(parser) -> None:
+    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+
+
+def run(args) -> int:
+    info = collect()
+    print(json.dumps(info, indent=2) if args.json else render(info))
+    return 0
+
+
+def collect() -> dict:
+    """Everything that `tpfused info` shows, as JSON values; the keys are those of `--json`."""
+    torch = _import_torch()
+    gpus = _gpus(torch)
+    smi = _nvidia_smi_gpus()
+    return {
+        "versions": {
+            "tpfused": tpfused.__version__,
+            "python": platform.python_version(),
+            "torch": torch.__version__ if torch else None,
+            "cuda": torch.version.cuda if torch else None,
+            "nccl": _nccl_version(torch),
+            "triton": _installed_version("triton"),
+            "driver": next((gpu["driver"] for gpu in smi), UNKNOWN if gpus else None),
+        },
+        "gpus": gpus,
+        "links": _links(torch, gpus, smi),
+        "extension": _extension(torch, gpus),
+        "uses": _uses(torch, gpus),
+    }
+
+
+def render(info: dict) -> str:
+    """`collect()`'s answer as text for a terminal."""
+    lines = [f"{name:<10}{version or 'none'}" for name, version in info["versions"].items()]
+    lines += ["", "GPUs"]
+    for gpu in info["gpus"]:
+        memory = f"{gpu['memory_bytes'] / 2**30:.1f} GiB"
+        lines.append(f"  {gpu['index']}  {gpu['name']}, compute capability {gpu['capability']}, {memory}")
+    if not info["gpus"]:
+        lines.append("  none")
+    if info["links"]:
+        lines += ["", "Links between GPUs"]
+        for link in info["links"]:
+            first, second = link["gpus"]
+            peer = {True: "peer access", False: "no peer access"}[link["peer_access"]]
+            lines.append(f"  {first} and {second}  {peer}, NVLink: {link['nvlink']}")
+    lines += ["", "Extension"]
+    lines += [f"  {key.replace('_', ' ')}: {_plain(value)}" for key, value in info["extension"].items()]
+    lines += ["", "Will be used"]
+    lines += [f"  {key}: {value}" for key, value in info["uses"].items()]
+    return "\n".join(lines)
+
+
+def _plain(value) -> str:
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    return ", ".join(value) if isinstance(value, list) else str(value)
+
+
+def _import_torch():
+    try:
+        return importlib.import_module("torch")
+    except (ImportError, OSError):  # OSError: a library of its own that torch cannot load
+        return None
+
+
+def _installed_version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _nccl_version(torch) -> str | None:
+    if torch is None or not torch.distributed.is_available() or not torch.distributed.is_nccl_available():
+        return None
+    return ".".join(map(str, torch.cuda.nccl.version()))
+
+
+def _gpus(torch) -> list[dict]:
+    if torch is None or not torch.cuda.is_available():
+        return []
+    gpus = []
+    for index in range(torch.cuda.device_count()):
+        properties = torch.cuda.get_device_properties(index)
+        gpus.append(
+            {
+                "index": index,
+                "name": properties.name,
+                "capability": f"{properties.major}.{properties.minor}",
+                "memory_bytes": properties.total_memory,
+                "uuid": str(properties.uuid).removeprefix("GPU-"),
+            }
+        )
+    return gpus
+
+
+def _nvidia_smi(*arguments: str) -> str:
+    """What nvidia-smi prints; nothing where it is missing or fails."""
+    try:
+        done = subprocess.run(["nvidia-smi", *arguments], capture_output=True, text=True, timeout=60)
+    except (OSError, subprocess.TimeoutExpired):
+        return ""
+    return done.stdout if done.returncode == 0 else ""
+
+
+def _nvidia_smi_gpus() -> list[dict]:
+    table = _nvidia_smi("--query-gpu=index,uuid,driver_version", "--format=csv,noheader")
+    rows = re.findall(r"^(\d+), (?:GPU-)?(\S+), (\S+)$", table, re.MULTILINE)
+    return [{"index": index, "uuid": uuid, "driver": driver} for index, uuid, driver in rows]
+
+
+def _links(torch, gpus: list[dict], smi: list[dict]) -> list[dict]:
+    if len(gpus) < 2:
+        return []
+    topology = parse_topology(_nvidia_smi("topo", "-m"))
+    # nvidia-smi numbers all of the host's GPUs, torch the visible ones in an order of its own: match by uuid.
+    numbers = {gpu["uuid"]: gpu["index"] for gpu in smi}
+    links = []
+    for first, second in combinations(gpus, 2):
+        pair = (numbers.get(first["uuid"]), numbers.get(second["uuid"]))
+        i, j = first["index"], second["index"]
+        peer_access = torch.cuda.can_device_access_peer(i, j) and torch.cuda.can_device_access_peer(j, i)
+        links.append({"gpus": [i, j], "peer_access": peer_access, "nvlink": _nvlink(topology.get(pair))})
+    return links
+
+
+def _nvlink(connection: str | None) -> str:
+    """Says "4 links" for nvidia-smi's NV4; "none" for its names of PCIe paths."""
+    if connection is None:
+        return UNKNOWN
+    nvlink = re.fullmatch(r"NV(\d+)", connection)
+    return f"{nvlink[1]} links" if nvlink else f"none ({connection})"
+
+
+def parse_topology(text: str) -> dict[tuple[str, str], str]:
+    """`nvidia-smi topo -m` -> {("0", "1"): "NV18", ...}: what links two GPUs, by nvidia-smi's numbers."""
+    rows = [line.split() for line in re.sub(r"\x1b\[[0-9;]*m", "", text).splitlines()]
+    header = next((row for row in rows if row and row[0] == "GPU0" and "X" not in row), [])
+    columns = [name for name in header if re.fullmatch(r"GPU\d+", name)]
+    topology = {}
+    for row in rows:
+        if row and row is not header and row[0] in columns:
+            for column, connection in zip(columns, row[1:], strict=False):
+                topology[row[0].removeprefix("GPU"), column.removeprefix("GPU")] = connection
+    return topology
+
+
+def _extension(torch, gpus: list[dict]) -> dict:
+    try:
+        # torch comes first: it loads the NCCL that the extension shares with it.
+        compiled = importlib.import_module("tpfused._C") if torch else None
+    except ModuleNotFoundError:
+        compiled = None
+    except ImportError as error:
+        return {"built": True, "usable": False, "reason": str(error)}
+    if compiled is None:
+        return {"built": False, "reason": _why_not_built()}
+    built = compiled.build_info()
+    answer = {
+        "built": True,
+        "usable": True,
+        "cuda": _cuda_version(built["cuda"]),
+        "architectures": built["architectures"].split(),
+        "nccl_compiled": _dotted_nccl(built["nccl_compiled"]),
+        "nccl_loaded": _dotted_nccl(built["nccl_loaded"]),
+    }
+    if gpus:
+        answer["runs_on_gpus"] = [_kernels_on(compiled, gpu["index"]) for gpu in gpus]
+    return answer
+
+
+def _why_not_built() -> str:
+    try:
+        extension.find_toolchain()
+    except extension.NotBuildable as reason:
+        return str(reason)
+    return "it can be built here: pip install --no-build-isolation, from the source folder"
+
+
+def _kernels_on(compiled, index: int) -> str:
+    """The architecture whose machine code this GPU runs, or why it runs none of it."""
+    try:
+        architecture = compiled.kernel_architecture(index)
+    except RuntimeError as error:
+        return str(error)
+    return f"{architecture // 10}.{architecture % 10}"
+
+
+def _cuda_version(number: int) -> str:
+    return f"{number // 1000}.{number % 1000 // 10}"
+
+
+def _dotted_nccl(number: int) -> str:
+    return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
+
+
+def _uses(torch, gpus: list[dict]) -> dict:
+    if torch is None:
+        return {"device": "none: torch cannot be imported"}
+    backend = "nccl" if gpus and _nccl_version(torch) else "gloo"
+    return {
+        "device": f"cuda ({len(gpus)})" if gpus else "cpu",
+        "backend": backend,
+        "layers": f"plain path: torch's matmuls, then {backend} collectives",
+    }
