@@ -22,9 +22,13 @@ except extension.NotBuildable as reason:
 
 
 class BuildExtension(build_ext):
+    def run(self):
+        self.in_tree = bool(self.inplace)  # an editable install, or `build_ext --inplace`; super clears it
+        super().run()
+
     def build_extension(self, ext):
         target = Path(self.get_ext_fullpath(ext.name)).resolve()
-        extension.build(toolchain, target, Path(self.build_temp).resolve(), in_tree=self.editable_mode)
+        extension.build(toolchain, target, Path(self.build_temp).resolve(), in_tree=self.in_tree)
 
 
 class BuildPython(build_py):

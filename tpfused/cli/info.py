@@ -195,7 +195,7 @@ def _why_not_built() -> str:
         extension.find_toolchain()
     except extension.NotBuildable as reason:
         return str(reason)
-    return "it can be built here: pip install --no-build-isolation, from the source folder"
+    return "not yet, but it can be: pip install --no-build-isolation . (in the source folder)"
 
 
 def _kernels_on(compiled, index: int) -> str:
