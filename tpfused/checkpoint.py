@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfused.packing import Packing
-from tpfused.parameter import local
-from tpfused.placement import gather_whole, own_part, splits, whole_shape
+from tpfused.placement import gather_whole, local, own_part, splits, whole_shape
 
 
 @torch.no_grad()
@@ -48,9 +47,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     _check(state, {name: shape for entry in entries for name, shape in entry.shapes().items()})
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     if on_meta:
-        raise ValueError(
-            f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): call to_empty() first"
-        )
+        raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): call to_empty() first")
     for entry in entries:
         _load(entry, entry.tensor, [state[name] for name in entry.names])
 
@@ -88,8 +85,8 @@ def load_full_optimizer_state(
 ) -> None:
     """Give the optimizer, new or used, this rank's part of a `full_optimizer_state`.
 
-    Every rank gives the whole `state`, any mapping. The optimizer keeps its own hyper-parameters. A parameter of
-    which `state` holds nothing (it had had no gradient yet) starts afresh.
+    Every rank gives the whole `state`, any mapping. The optimizer keeps its own hyper-parameters. A parameter
+    of which `state` holds nothing (it had had no gradient yet) starts afresh.
 
     Raises:
         ValueError: names are missing, not the model's, or of another shape (all are listed), or the optimizer

@@ -67,14 +67,18 @@ def _observed(name: str, tensor: Tensor) -> Iterator[None]:
 def all_reduce(x: Tensor, group: TPGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """A new tensor: `x` reduced over the group. No gradient."""
     out = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.size > 1 and out.numel():
+    if group.size * group.replicas > 1 and out.numel():
         with _observed("all_reduce", out):
             dist.all_reduce(out, op, group.process_group)
     return out
 
 
 def all_gather(x_shard: Tensor, dim: int, total: int, group: TPGroup) -> Tensor:
-    """A new tensor: the shards joined along `dim`, which then has `total` entries. No gradient."""
+    """A new tensor: the shards joined along `dim`, which then has `total` entries. No gradient.
+
+    Raises:
+        ValueError: this rank's shard is not of the size that `total` entries give it.
+    """
     own = shard_size(total, group.size, group.rank)
     if x_shard.shape[dim] != own:
         raise ValueError(
@@ -82,10 +86,12 @@ def all_gather(x_shard: Tensor, dim: int, total: int, group: TPGroup) -> Tensor:
             f"{tuple(x_shard.shape)} has {x_shard.shape[dim]} along dimension {dim}"
         )
     rows = _pad_rows(x_shard.detach().movedim(dim, 0), padded_shard_size(total, group.size))
-    out = rows.new_empty(group.size * rows.shape[0], *rows.shape[1:])
+    out = rows.new_empty(group.size * group.replicas * rows.shape[0], *rows.shape[1:])
     if out.numel():
         with _observed("all_gather", rows):
             _all_gather_single(out, rows, group=group.process_group)
+    if group.replicas > 1:
+        out = out.view(group.size, group.replicas, *rows.shape)[:, 0].flatten(0, 1)
     return out[:total].movedim(0, dim).contiguous()
 
 
@@ -190,6 +196,27 @@ class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad):
         return all_gather(grad, ctx.dim, ctx.total, ctx.group), None, None
+
+
+class _CopyToReplicas(torch.autograd.Function):
+    """x -> x. Backward: dx is a partial sum on each replica, summed over those of the own shard. Nothing saved."""
+
+    @staticmethod
+    def forward(ctx, x, group):
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx, grad):
+        # Every shard has a slot, so that one all-reduce of the whole group sums each shard over its own replicas.
+        slots = grad.new_zeros(ctx.group.size, *grad.shape)
+        slots[ctx.group.rank] = grad
+        return all_reduce(slots, ctx.group)[ctx.group.rank], None
+
+
+def copy_to_replicas(x: Tensor, group: TPGroup) -> Tensor:
+    """A shard that several ranks own, each computing a part with it. Its gradient is summed over them."""
+    return x if group.replicas == 1 else _CopyToReplicas.apply(x, group)
 
 
 def copy_to_group(x: Tensor, group: TPGroup) -> Tensor:

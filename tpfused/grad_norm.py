@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from tpfused.collectives import all_gather
-from tpfused.parameter import local
-from tpfused.placement import splits
+from tpfused.group import TPGroup
+from tpfused.placement import local, splits
 
 
 @torch.no_grad()
@@ -32,8 +32,8 @@ def clip_grad_norm_(
         error_if_nonfinite: raise, changing nothing, when the norm is NaN or infinite.
 
     Returns:
-        The norm before scaling, a 0-dimensional float32 tensor (float64 if some gradient is), the same on every
-        rank.
+        The norm before scaling, a 0-dimensional float32 tensor (float64 if some gradient is), the same on
+        every rank.
 
     Raises:
         ValueError: `norm_type` is not positive.
@@ -48,42 +48,42 @@ def clip_grad_norm_(
         return torch.zeros(())
     total = _total_norm(parameters, norm_type)
     if error_if_nonfinite and not total.isfinite():
-        raise RuntimeError(
-            f"the gradients' total norm of order {norm_type} is {total.item()}: nothing was clipped"
-        )
+        raise RuntimeError(f"the gradients' total norm of order {norm_type} is {total.item()}: nothing was clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     torch._foreach_mul_([local(param.grad) for param in parameters], scale)
     return total
 
 
 def _total_norm(parameters: list[Tensor], norm_type: float) -> Tensor:
-    groups = {}  # TPGroups by their process group, in the order in which all ranks meet them
-    buckets = {}  # local gradients by the process groups that they are split over
+    groups = {}  # TPGroups by their key, in the order in which all ranks meet them
+    buckets = {}  # local gradients by the keys of the groups that they are split over
     for param in parameters:
         split_over = [split.group for split in splits(param) if split.group.size > 1]
-        groups.update((group.process_group, group) for group in split_over)
-        buckets.setdefault(tuple(group.process_group for group in split_over), []).append(
-            _own_gradient(param)
-        )
+        groups.update((_key(group), group) for group in split_over)
+        buckets.setdefault(tuple(map(_key, split_over)), []).append(_own_gradient(param))
 
     grads = [grad for bucket in buckets.values() for grad in bucket]
     dtype = torch.float64 if any(grad.dtype == torch.float64 for grad in grads) else torch.float32
     zero = torch.zeros((), dtype=dtype, device=grads[0].device)
     norms = {}
-    for process_groups, bucket in buckets.items():
+    for keys, bucket in buckets.items():
         # An empty shard has no largest absolute value and is left out; its rank still joins the collectives
         # below.
         bucket = [grad for grad in bucket if grad.numel()]
         of_each = torch._foreach_norm(bucket, norm_type, dtype=dtype) if bucket else [zero]
-        norms[process_groups] = torch.linalg.vector_norm(torch.stack(list(of_each)), norm_type)
-    for process_group, group in groups.items():
+        norms[keys] = torch.linalg.vector_norm(torch.stack(list(of_each)), norm_type)
+    for key, group in groups.items():
         # Gathered, not all-reduced: no powers that overflow, no NaN lost in a maximum, one order of summation
         # for all.
-        split_here = [key for key in norms if process_group in key]
-        own = torch.stack([norms[key] for key in split_here])
+        split_here = [keys for keys in norms if key in keys]
+        own = torch.stack([norms[keys] for keys in split_here])
         of_all = all_gather(own[None], 0, group.size, group)
         norms.update(zip(split_here, torch.linalg.vector_norm(of_all, norm_type, dim=0), strict=True))
     return torch.linalg.vector_norm(torch.stack(list(norms.values())), norm_type)
+
+
+def _key(group: TPGroup) -> tuple:
+    return group.process_group, group.replicas
 
 
 def _own_gradient(param: Tensor) -> Tensor:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 
@@ -19,15 +19,18 @@ class TPGroup:
 
     Attributes:
         process_group: what the collectives run on; None where a single process needs none.
-        rank: this process's place in the group, ``0 <= rank < size``.
-        size: the tensor-parallel degree.
+        rank: which shard this process owns, ``0 <= rank < size``.
+        size: the number of shards: the tensor-parallel degree.
         mesh: the one-dimensional DeviceMesh the group came from, if it did: parameters are DTensors on it then.
+        replicas: how many consecutive ranks of the process group own the same shard: 1, but for the key-value heads of
+            `with_replicas`.
     """
 
     process_group: dist.ProcessGroup | None
     rank: int
     size: int
     mesh: DeviceMesh | None = None
+    replicas: int = 1
 
     def __deepcopy__(self, memo: dict) -> TPGroup:
         # A copy of a layer talks to the same ranks; process groups cannot be copied, nor should they be.
@@ -82,42 +85,33 @@ def _from_mesh(mesh: DeviceMesh) -> TPGroup:
     return TPGroup(mesh.get_group(), mesh.get_local_rank(), mesh.size(), mesh)
 
 
-class ReplicaGroups(NamedTuple):
-    """A group of ``shards * replicas`` ranks seen as a grid, for rows that fewer shards than ranks can hold."""
+def with_replicas(group: TPGroup, replicas: int) -> TPGroup:
+    """The same ranks, for rows that fewer shards than ranks can hold: `replicas` consecutive ranks own each shard.
 
-    shards: TPGroup  # over which the distinct rows are split
-    replicas: TPGroup  # this rank and those that hold the same rows
-    grid: DeviceMesh | None  # the mesh reshaped to (shard, replica), in mesh mode
+    No process group is made: who owns what is arithmetic, and the collectives run on the whole group.
 
-
-def replica_groups(group: TPGroup, replicas: int) -> ReplicaGroups:
-    """Split `group` into blocks of `replicas` consecutive ranks that hold the same rows.
-
-    Collective over `group` at the first call; the result is kept, so that all layers share its process groups.
+    Raises:
+        ValueError: the ranks are not a multiple of `replicas`.
     """
-    key = (group.process_group, group.mesh is not None, replicas)
-    if key not in _REPLICA_GROUPS:
-        make = _replica_groups_of_ranks if group.mesh is None else _replica_groups_of_mesh
-        _REPLICA_GROUPS[key] = make(group, divide(group.size, replicas, "ranks and replicas"), replicas)
-    return _REPLICA_GROUPS[key]
+    shards = divide(group.size, replicas, "ranks over replicas")
+    return TPGroup(group.process_group, group.rank // replicas, shards, group.mesh, replicas)
 
 
-def _replica_groups_of_ranks(group: TPGroup, shards: int, replicas: int) -> ReplicaGroups:
-    ranks = dist.get_process_group_ranks(group.process_group)
-    shard, replica = divmod(group.rank, replicas)
-    # Only the members call new_group: the other tensor-parallel groups of a (dp, tp) grid need not join in.
-    same_rows = dist.new_group(ranks[shard * replicas : (shard + 1) * replicas], use_local_synchronization=True)
-    other_rows = dist.new_group(ranks[replica::replicas], use_local_synchronization=True)
-    return ReplicaGroups(TPGroup(other_rows, shard, shards), TPGroup(same_rows, replica, replicas), None)
+def replica_mesh(group: TPGroup) -> DeviceMesh:
+    """The mesh of a group `with_replicas`, reshaped to (shard, replica), for DTensors.
+
+    Made once for a mesh and number of replicas. torch makes process groups for it, in which all ranks of the program
+    take
+    part: all tensor-parallel groups must build the same layers in the same order, as they do for one model.
+    """
+    key = (group.process_group, group.replicas)
+    if key not in _REPLICA_MESHES:
+        name = (group.mesh.mesh_dim_names or ("tp",))[0]
+        # Unflattened, not made anew: FSDP2 wants all meshes to have one root.
+        _REPLICA_MESHES[key] = group.mesh._unflatten(
+            0, (group.size, group.replicas), (f"{name}_shard", f"{name}_replica")
+        )
+    return _REPLICA_MESHES[key]
 
 
-def _replica_groups_of_mesh(group: TPGroup, shards: int, replicas: int) -> ReplicaGroups:
-    name = (group.mesh.mesh_dim_names or ("tp",))[0]
-    names = (f"{name}_shard", f"{name}_replica")
-    # Unflattened, not made anew: FSDP2 wants every mesh to have one root.
-    grid = group.mesh._unflatten(0, (shards, replicas), names)
-    return ReplicaGroups(_from_mesh(grid[names[0]]), _from_mesh(grid[names[1]]), grid)
-
-
-# Keyed by (process group, whether from a mesh, replicas). Process groups live as long as the program does.
-_REPLICA_GROUPS: dict[tuple, ReplicaGroups] = {}
+_REPLICA_MESHES: dict[tuple[dist.ProcessGroup, int], DeviceMesh] = {}

@@ -3,38 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from tpfused.collectives import copy_to_group, own_slice
-from tpfused.group import TPGroup, resolve_group
+from tpfused.collectives import copy_to_group
+from tpfused.group import TPGroup, replica_mesh, resolve_group
+from tpfused.placement import ShardInfo, local, own_part, shard_info, splits
 from tpfused.sharding import shard_size
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
-
-
-class ShardInfo(NamedTuple):
-    """How a plain parameter is a part of a larger one."""
-
-    dim: int
-    size: int  # of the whole parameter along dim
-    group: TPGroup  # whose ranks own the shards, in rank order
-
-
-def shard_info(param: Tensor) -> ShardInfo | None:
-    """How `param` is sharded; None for a parameter that is whole on each rank (and for a DTensor, which knows
-    itself).
-    """
-    return getattr(param, "tp_shard", None)
-
-
-def local(param: Tensor | None) -> Tensor | None:
-    """The tensor that this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
-    to_local = getattr(param, "to_local", None)
-    return param if to_local is None else to_local()
 
 
 class ParallelModule(nn.Module):
@@ -42,7 +22,7 @@ class ParallelModule(nn.Module):
 
     With ``group=`` (or nothing: the default group) parameters are plain tensors, with ``mesh=`` DTensors. Subclasses
     make them with `new_parameter` and fill them from whole tensors with `fill_parameter`, so that every degree of
-    tensor parallelism draws the same random numbers and ends with the same weights, bit for bit.
+    tensor parallelism draws the same random numbers and ends with the same weights, bit for bit. FSDP2 needs ``mesh=``.
     """
 
     def __init__(self, group=None, mesh: DeviceMesh | None = None):
@@ -57,14 +37,12 @@ class ParallelModule(nn.Module):
         shard_dim: int | None = None,
         *,
         group: TPGroup | None = None,
-        grid: DeviceMesh | None = None,
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         """Register an uninitialised parameter of which `shape` is the whole shape.
 
-        It is split along `shard_dim` over `group` (the module's own by default), or whole on each rank for None. `grid`
-        is the (shard, replica) mesh of rows that several ranks share.
+        It is split along `shard_dim` over `group` (the module's own by default), or whole on each rank for None.
         """
         group = group or self.group
         mesh = self.group.mesh
@@ -75,29 +53,48 @@ class ParallelModule(nn.Module):
             local_shape[shard_dim] = shard_size(shape[shard_dim], group.size, group.rank)
         data = torch.empty(local_shape, device=device, dtype=dtype)
         if mesh is not None:
-            data = _as_dtensor(data, shape, shard_dim, grid or mesh)
+            data = _as_dtensor(data, shape, shard_dim, group)
         elif shard_dim is not None and group.size > 1:
             self._shards[name] = ShardInfo(shard_dim, shape[shard_dim], group)
         self.register_parameter(name, nn.Parameter(data))
-        self._tag_parameters()
 
     @torch.no_grad()
     def fill_parameter(self, name: str, whole: Tensor) -> None:
         """Copy this rank's part of `whole` into the parameter."""
         param = getattr(self, name)
-        if hasattr(param, "placements"):
-            for mesh_dim, placement in enumerate(param.placements):
-                if placement.is_shard():
-                    mesh = param.device_mesh
-                    axis = TPGroup(None, mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
-                    whole = own_slice(whole, placement.dim, axis)
-        elif name in self._shards:
-            shard = self._shards[name]
-            whole = own_slice(whole, shard.dim, shard.group)
-        local(param).copy_(whole)
+        local(param).copy_(own_part(whole, splits(param)))
+
+    def local(self, name: str) -> Tensor | None:
+        """What this rank computes with for the parameter `name`; its gradient reaches the parameter.
+
+        Raises:
+            ValueError: FSDP2 has taken a plain shard for a whole parameter.
+        """
+        param = getattr(self, name)
+        if name in self._shards and isinstance(param, nn.Parameter) and shard_info(param) is None:
+            # FSDP2 puts parameters of its own in the place of ours. It knows of a shard only if that is a DTensor, and
+            # would clip gradients and save checkpoints as if this rank's were the only one.
+            raise ValueError(
+                f"{type(self).__name__}.{name} is no longer the tensor-parallel shard it was made as; under FSDP2, "
+                f"build the layers with mesh=, not group="
+            )
+        return local(param)
+
+    def replicated(self, name: str, *, sharded_tokens: bool) -> Tensor | None:
+        """The same for a parameter that is whole on each rank.
+
+        Where each rank sees other tokens (sequence parallelism), its gradient is a partial sum on each rank: it is
+        all-reduced over the group, so that it is right as soon as backward returns.
+        """
+        param = self.local(name)
+        return copy_to_group(param, self.group) if sharded_tokens and param is not None else param
+
+    def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
+        super().register_parameter(name, param)
+        self._tag_parameters()
 
     def _tag_parameters(self) -> None:
-        # Attributes of a Parameter do not survive deepcopy, pickling or a move off the meta device: set again then.
+        # A Parameter's attributes do not survive deepcopy, pickling or a move off the meta device: set again then.
         for name, shard in self._shards.items():
             if self._parameters.get(name) is not None:
                 self._parameters[name].tp_shard = shard
@@ -131,7 +128,6 @@ class LinearParameters(ParallelModule):
         group: TPGroup | None = None,
         mesh: DeviceMesh | None = None,
         shard_group: TPGroup | None = None,
-        grid: DeviceMesh | None = None,
         device=None,
         dtype=None,
     ):
@@ -141,7 +137,7 @@ class LinearParameters(ParallelModule):
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method
-        placing = {"group": shard_group, "grid": grid, "device": device, "dtype": dtype}
+        placing = {"group": shard_group, "device": device, "dtype": dtype}
         self.new_parameter("weight", (out_features, in_features), weight_shard_dim, **placing)
         if bias:
             self.new_parameter("bias", (out_features,), 0 if weight_shard_dim == 0 else None, **placing)
@@ -184,16 +180,6 @@ def new_whole_bias(whole_weight: Tensor, init_method: Callable[[Tensor], object]
     return bias
 
 
-def replicated(param: Tensor | None, group: TPGroup, sharded_tokens: bool) -> Tensor | None:
-    """A parameter that is whole on each rank, ready to be computed with.
-
-    Where each rank sees other tokens (sequence parallelism), its gradient is a partial sum on each rank: it is
-    all-reduced over `group`, so that `param.grad` is right as soon as backward returns.
-    """
-    param = local(param)
-    return copy_to_group(param, group) if sharded_tokens and param is not None else param
-
-
 def check_size(size: int, what: str) -> None:
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"{what} must be an integer, not {type(size).__name__} {size!r}")
@@ -201,9 +187,10 @@ def check_size(size: int, what: str) -> None:
         raise ValueError(f"{what} must be at least 1, not {size}")
 
 
-def _as_dtensor(data: Tensor, shape: tuple[int, ...], shard_dim: int | None, mesh: DeviceMesh) -> Tensor:
+def _as_dtensor(data: Tensor, shape: tuple[int, ...], shard_dim: int | None, group: TPGroup) -> Tensor:
     from torch.distributed.tensor import DTensor, Replicate, Shard
 
+    mesh = group.mesh if group.replicas == 1 else replica_mesh(group)
     placements = [Replicate()] * mesh.ndim
     if shard_dim is not None:
         placements[0] = Shard(shard_dim)

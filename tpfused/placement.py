@@ -8,14 +8,35 @@ not divide evenly.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from tpfused.collectives import gather_from_group, own_slice
 from tpfused.group import TPGroup
-from tpfused.parameter import ShardInfo, shard_info
 from tpfused.sharding import shard_size
+
+
+class ShardInfo(NamedTuple):
+    """One split of a tensor."""
+
+    dim: int
+    size: int  # of what was split, along dim
+    group: TPGroup  # whose ranks own the shards, in rank order
+
+
+def shard_info(param: Tensor) -> ShardInfo | None:
+    """How a plain parameter is a shard; None for one that is whole on each rank, and for a DTensor, which knows
+    itself.
+    """
+    return getattr(param, "tp_shard", None)
+
+
+def local(param: Tensor | None) -> Tensor | None:
+    """What this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
+    to_local = getattr(param, "to_local", None)
+    return param if to_local is None else to_local()
 
 
 def splits(param: Tensor) -> list[ShardInfo]:
@@ -29,9 +50,7 @@ def splits(param: Tensor) -> list[ShardInfo]:
     found = [] if info is None else [info]
     placements = getattr(param, "placements", ())
     if any(placement.is_partial() for placement in placements):
-        raise ValueError(
-            f"partial sums {tuple(placements)} are not parts of a tensor; redistribute them first"
-        )
+        raise ValueError(f"partial sums {tuple(placements)} are not parts of a tensor; redistribute them first")
     mesh_dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
     # A strided split is made after those to its right (its split_factor counts them); all others go left to
     # right.

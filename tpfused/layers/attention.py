@@ -10,11 +10,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpfused import reference
-from tpfused.collectives import own_slice
-from tpfused.group import replica_groups, resolve_group
+from tpfused.collectives import copy_to_replicas, own_slice
+from tpfused.group import resolve_group, with_replicas
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.packing import QKVPacking
-from tpfused.parameter import LinearParameters, check_size, replicated
+from tpfused.parameter import LinearParameters, check_size
 from tpfused.random import rank_rng
 from tpfused.sharding import divide
 
@@ -96,8 +96,7 @@ class ParallelAttention(nn.Module):
                 hidden_size, (rows, kv_rows, kv_rows), packing, bias, **place, **parallel
             )
         else:
-            shared = replica_groups(self.group, self.kv_replicas)
-            shared_place = {**place, "shard_group": shared.shards, "grid": shared.grid}
+            shared_place = {**place, "shard_group": with_replicas(self.group, self.kv_replicas)}
             self.q = LinearParameters(hidden_size, rows, bias, 0, **place)
             self.k = LinearParameters(hidden_size, kv_rows, bias, 0, **shared_place)
             self.v = LinearParameters(hidden_size, kv_rows, bias, 0, **shared_place)
@@ -120,15 +119,15 @@ class ParallelAttention(nn.Module):
         """All tokens' q, k and v of this rank's heads, rows packed by kv head; the tokens where `sequence_dim` says."""
         if self.kv_replicas == 1:
             return self.qkv(x, total_len=total_len)
-        replicas = replica_groups(self.group, self.kv_replicas).replicas
-        parts = [self.q, self.k, self.v]
         # One kv head is on this rank, so its queries, k and v one after the other are group-major already. k and v are
         # computed on every rank that shares them, each time for other queries: their gradients are partial sums.
-        shares = [False, True, True]
-        weight = torch.cat([replicated(p.weight, replicas, s) for p, s in zip(parts, shares, strict=True)])
-        bias = None
-        if self.q.bias is not None:
-            bias = torch.cat([replicated(p.bias, replicas, s) for p, s in zip(parts, shares, strict=True)])
+        shared = with_replicas(self.group, self.kv_replicas)
+
+        def packed(name: str) -> Tensor:
+            q, k, v = (part.local(name) for part in (self.q, self.k, self.v))
+            return torch.cat((q, copy_to_replicas(k, shared), copy_to_replicas(v, shared)))
+
+        weight, bias = packed("weight"), None if self.q.bias is None else packed("bias")
         sequence_dim = self.sequence_dim if self.sequence_parallel else None
         return column_forward(x, weight, bias, self.group, sequence_dim=sequence_dim, total_len=total_len)
 

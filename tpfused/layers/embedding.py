@@ -85,7 +85,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.fill_parameter("weight", whole)
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight = local(self.weight)
+        weight = self.local("weight")
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"token ids must be an int64 or int32 tensor, not {getattr(ids, 'dtype', type(ids))}")
         if ids.device != weight.device:

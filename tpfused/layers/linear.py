@@ -11,7 +11,7 @@ from tpfused.collectives import gather_from_group
 from tpfused.group import TPGroup
 from tpfused.layers import checks
 from tpfused.packing import Packing
-from tpfused.parameter import LinearParameters, init_weight, local, new_whole_bias, replicated
+from tpfused.parameter import LinearParameters, init_weight, new_whole_bias
 from tpfused.sharding import shard_size
 
 
@@ -83,10 +83,10 @@ class ColumnParallelLinear(LinearParameters):
 
     def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
-        bias = local(self.bias)
+        bias = self.local("bias")
         out = column_forward(
             x,
-            local(self.weight),
+            self.local("weight"),
             None if self.skip_bias_add else bias,
             self.group,
             sequence_dim=self.sequence_dim if self.sequence_parallel else None,
@@ -216,13 +216,13 @@ class RowParallelLinear(LinearParameters):
         self.sequence_dim = sequence_dim
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        weight = local(self.weight)
+        weight = self.local("weight")
         features = self.in_features
         if self.input_is_parallel:
             features = shard_size(self.in_features, self.group.size, self.group.rank)
         checks.check_input(x, features, weight, "RowParallelLinear")
         dim = checks.token_dim(x, self.sequence_dim, "RowParallelLinear") if self.sequence_parallel else None
-        bias = replicated(self.bias, self.group, self.sequence_parallel)
+        bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         out = reference.row_parallel_linear(
             x,
             weight,

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from tpfused import reference
 from tpfused.layers import checks
-from tpfused.parameter import ParallelModule, check_size, local, replicated
+from tpfused.parameter import ParallelModule, check_size, local
 
 KINDS = ("layernorm", "rmsnorm")
 
@@ -53,8 +53,8 @@ class Norm(ParallelModule):
             nn.init.zeros_(local(self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = replicated(self.weight, self.group, self.sequence_parallel)
-        bias = replicated(self.bias, self.group, self.sequence_parallel)
+        weight = self.replicated("weight", sharded_tokens=self.sequence_parallel)
+        bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         checks.check_input(x, self.hidden_size, weight, "Norm")
         return reference.normalize(x, self.kind, weight, bias, self.eps)
 

@@ -19,7 +19,7 @@ from tpfused.layers.linear import ColumnParallelLinear, column_forward
 from tpfused.layers.loss import vocab_parallel_cross_entropy
 from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP
 from tpfused.layers.norm import Norm
-from tpfused.parameter import ParallelModule, check_size, local, replicated
+from tpfused.parameter import ParallelModule, check_size, local
 from tpfused.random import rank_rng
 
 
@@ -113,7 +113,7 @@ class PositionEmbedding(ParallelModule):
 
     def forward(self, tokens: int) -> Tensor:
         """``[tokens, hidden]``, or this rank's tokens of them."""
-        rows = replicated(self.weight, self.group, self.sequence_parallel)[:tokens]
+        rows = self.replicated("weight", sharded_tokens=self.sequence_parallel)[:tokens]
         return own_slice(rows, 0, self.group) if self.sequence_parallel else rows
 
 
@@ -220,7 +220,7 @@ class ParallelTransformer(nn.Module):
         if self.head is not None:
             return self.head(x, total_len=total_len)
         sequence_dim = self.config.sequence_dim if self.config.sequence_parallel else None
-        weight = local(self.embedding.weight)
+        weight = self.embedding.local("weight")
         return column_forward(x, weight, None, self.group, sequence_dim=sequence_dim, total_len=total_len)
 
 
