@@ -16,9 +16,6 @@ def pytest_addoption(parser):
 
 
 def pytest_configure(config):
-    config.addinivalue_line("markers", "gpu: needs a GPU; runs with `pytest -m gpu` on 1, 2 or 4 of them")
-    if not config.option.markexpr:
-        config.option.markexpr = "not gpu"
     if config.option.seed is None:
         config.option.seed = int.from_bytes(os.urandom(3), "big")
 
@@ -44,7 +41,10 @@ def workers(request):
 
 @pytest.fixture(params=[1, 2, 4], ids="tp{}".format)
 def tp(request, workers):
-    """A tensor-parallel degree; the workers form world / tp such groups side by side."""
+    """A tensor-parallel degree; the workers form world / tp such groups side by side.
+
+    A test for some degrees only takes them with `pytest.mark.parametrize("tp", [2, 4], indirect=True)`.
+    """
     if request.param > workers.world:
         pytest.skip(f"needs {request.param} ranks, there are {workers.world}")
     return request.param

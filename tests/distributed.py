@@ -1,10 +1,10 @@
 """Worker processes for tests that need several ranks.
 
-A test hands a module-level function, its check, to `Workers.run`, which calls `check(context, *args, **kwargs)` in every
-worker and returns the results in rank order. Checks travel by reference and results by pickle, so tensors in them are
-copied (return CPU tensors). Nothing here can hang: an error, a death or a silence in any worker ends the call with a
-`WorkerFailure` that says which rank and why, and the next call starts fresh processes, since the survivors of a
-failure may stand in different collectives.
+A test hands a module-level function, its check, to `Workers.run`, which calls `check(context, *args, **kwargs)`
+in every worker and returns the results in rank order. Checks travel by reference and results by pickle, so
+tensors in them are copied (return CPU tensors). Nothing here can hang: an error, a death or a silence in any
+worker ends the call with a `WorkerFailure` that says which rank and why, and the next call starts fresh
+processes, since the survivors of a failure may stand in different collectives.
 """
 
 import faulthandler
@@ -39,18 +39,20 @@ class Context:
 
     def __init__(self, rank: int, world: int, device: torch.device):
         self.rank, self.world, self.device = rank, world, device
-        self._grids: dict[int, DeviceMesh] = {}
+        self._meshes: dict[int, tuple[DeviceMesh, DeviceMesh]] = {}
 
     def grid(self, size: int) -> DeviceMesh:
         """The `(world // size, size)` mesh named ("dp", "tp"), made when all workers first ask for it."""
-        if size not in self._grids:
+        if size not in self._meshes:
             shape = (self.world // size, size)
-            self._grids[size] = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp", "tp"))
-        return self._grids[size]
+            grid = init_device_mesh(self.device.type, shape, mesh_dim_names=("dp", "tp"))
+            self._meshes[size] = grid, grid["tp"]
+        return self._meshes[size][0]
 
     def mesh(self, size: int) -> DeviceMesh:
         """This rank's block of `size` consecutive ranks, as a one-dimensional mesh named "tp"."""
-        return self.grid(size)["tp"]
+        self.grid(size)
+        return self._meshes[size][1]
 
     def group(self, size: int) -> dist.ProcessGroup:
         """The process group of the same block."""
@@ -73,15 +75,18 @@ class Workers:
     def __exit__(self, *exception):
         self.close()
 
-    def run(self, check, *args, **kwargs) -> list:
-        """`check(context, *args, **kwargs)` in every worker; their results in rank order."""
+    def run(self, check, *args, timeout: float | None = None, **kwargs) -> list:
+        """`check(context, *args, **kwargs)` in every worker; their results in rank order.
+
+        `timeout`: seconds to wait for this call's answers, instead of the pool's.
+        """
         if not self._processes:
             self._start()
         request = pickle.dumps((check, args, kwargs))
         for connection in self._connections:
             with suppress(BrokenPipeError):  # died while idle: found out, and told, by _collect
                 connection.send_bytes(request)
-        return self._collect(check.__qualname__, self.timeout)
+        return self._collect(check.__qualname__, timeout or self.timeout)
 
     def close(self):
         """Ends all workers, by force those that do not leave at once."""
@@ -93,8 +98,8 @@ class Workers:
         self._kill()
 
     def _start(self):
-        # Forks of a server that has imported torch start in a fraction of a second. With CUDA every process is a
-        # fresh one instead: an import that asks for the number of GPUs would spoil CUDA in all forks.
+        # Forks of a server that has imported torch start in a fraction of a second. With CUDA every process is
+        # a fresh one instead: an import that asks for the number of GPUs would spoil CUDA in all forks.
         method = multiprocessing.get_context("forkserver" if self.device == "cpu" else "spawn")
         if self.device == "cpu":
             method.set_forkserver_preload(["torch", "torch.distributed.tensor", "pytest"])
@@ -114,7 +119,7 @@ class Workers:
         self._collect("start", START_TIMEOUT)
 
     def _collect(self, what: str, timeout: float) -> list:
-        results, problems = [None] * self.world, []
+        results, problems = [None] * self.world, {}
         pending = {connection: rank for rank, connection in enumerate(self._connections)}
         deadline = time.monotonic() + timeout
         while pending:
@@ -124,21 +129,19 @@ class Workers:
             for connection in ready:
                 rank = pending.pop(connection)
                 try:
-                    results[rank], error = pickle.loads(connection.recv_bytes())
+                    results[rank], problem = pickle.loads(connection.recv_bytes())
                 except (EOFError, OSError):
                     self._processes[rank].join(GRACE)
-                    error = f"died with exit code {self._processes[rank].exitcode}\n{self._log(rank)}"
-                if error is not None:
-                    problems.append(f"rank {rank} of {self.world} {error}")
+                    problem = f"died with exit code {self._processes[rank].exitcode}\n{self._log(rank)}"
+                if problem is not None:
+                    problems[rank] = problem
                     deadline = min(deadline, time.monotonic() + GRACE)
+        patience = f"{GRACE:.0f} s after another's failure" if problems else f"{timeout:.0f} s"
         for rank in pending.values():
-            patience = f"{GRACE:.0f} s after another's failure" if problems else f"{timeout:.0f} s"
-            problems.append(
-                f"rank {rank} of {self.world} had not answered after {patience}\n{self._stack(rank)}"
-            )
+            problems[rank] = f"had not answered after {patience}\n{self._stack(rank)}"
         if problems:
             self._kill()
-            raise WorkerFailure(f"{what} on {self.device}: " + "\n".join(problems))
+            raise WorkerFailure(f"{what} on {self.device}\n{_report(problems, self.world)}")
         return results
 
     def _kill(self):
@@ -165,11 +168,17 @@ class Workers:
         return log.read_text(errors="replace")[-4000:] if log.exists() else "(nothing logged)"
 
 
+def _report(problems: dict[int, str], world: int) -> str:
+    """Each problem once, after the ranks that have it."""
+    ranks = {text: [rank for rank in sorted(problems) if problems[rank] == text] for text in problems.values()}
+    return "\n".join(
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))} of {world} {text}" for text, who in ranks.items()
+    )
+
+
 def _serve(connection, rank: int, world: int, device_type: str, folder: str):
     """Life of one worker: join the group, then answer requests until an empty one or the end of the pipe."""
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C reaches the whole terminal; the parent ends the workers
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent ends the workers
     with open(os.path.join(folder, f"rank{rank}.log"), "w") as log:
         os.dup2(log.fileno(), 1)
         os.dup2(log.fileno(), 2)
