@@ -67,14 +67,12 @@ def _total_norm(parameters: list[Tensor], norm_type: float) -> Tensor:
     zero = torch.zeros((), dtype=dtype, device=grads[0].device)
     norms = {}
     for keys, bucket in buckets.items():
-        # An empty shard has no largest absolute value and is left out; its rank still joins the collectives
-        # below.
+        # An empty shard has no largest absolute value and is left out; its rank still joins the collectives below.
         bucket = [grad for grad in bucket if grad.numel()]
         of_each = torch._foreach_norm(bucket, norm_type, dtype=dtype) if bucket else [zero]
         norms[keys] = torch.linalg.vector_norm(torch.stack(list(of_each)), norm_type)
     for key, group in groups.items():
-        # Gathered, not all-reduced: no powers that overflow, no NaN lost in a maximum, one order of summation
-        # for all.
+        # Gathered, not all-reduced: no powers that overflow, no NaN lost in a maximum, one order of summation for all.
         split_here = [keys for keys in norms if key in keys]
         own = torch.stack([norms[keys] for keys in split_here])
         of_all = all_gather(own[None], 0, group.size, group)
@@ -87,8 +85,7 @@ def _key(group: TPGroup) -> tuple:
 
 
 def _own_gradient(param: Tensor) -> Tensor:
-    """The local part of the gradient, split as the parameter is: a DTensor's may have come as partial
-    sums."""
+    """The local part of the gradient, split as the parameter is: a DTensor's may have come as partial sums."""
     placements = getattr(param, "placements", None)
     if placements is None or param.grad.placements == placements:
         return local(param.grad)

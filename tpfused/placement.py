@@ -1,5 +1,4 @@
-"""How any parameter is split, plain or DTensor: a list of `ShardInfo`, one a split, in the order they were
-made.
+"""How any parameter is split, plain or DTensor: a list of `ShardInfo`, one a split, in the order they were made.
 
 A plain tensor-parallel shard is split once. Under FSDP2 the tensor-parallel shard is split again over the
 data-parallel ranks, usually along the same dimension; DTensor writes that as ``_StridedShard`` on the mesh's
@@ -27,9 +26,7 @@ class ShardInfo(NamedTuple):
 
 
 def shard_info(param: Tensor) -> ShardInfo | None:
-    """How a plain parameter is a shard; None for one that is whole on each rank, and for a DTensor, which knows
-    itself.
-    """
+    """How a plain parameter is a shard; None for one that is whole on each rank, and for a DTensor, which knows itself."""
     return getattr(param, "tp_shard", None)
 
 
@@ -40,8 +37,7 @@ def local(param: Tensor | None) -> Tensor | None:
 
 
 def splits(param: Tensor) -> list[ShardInfo]:
-    """The splits that lead from the whole of `param` to this rank's part; empty where each rank has the
-    whole.
+    """The splits that lead from the whole of `param` to this rank's part; empty where each rank has the whole.
 
     Raises:
         ValueError: a DTensor whose local tensors are partial sums.
@@ -52,8 +48,7 @@ def splits(param: Tensor) -> list[ShardInfo]:
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"partial sums {tuple(placements)} are not parts of a tensor; redistribute them first")
     mesh_dims = [dim for dim, placement in enumerate(placements) if not placement.is_replicate()]
-    # A strided split is made after those to its right (its split_factor counts them); all others go left to
-    # right.
+    # A strided split is made after those to its right (its split_factor counts them); all others go left to right.
     mesh_dims.sort(key=lambda dim: hasattr(placements[dim], "split_factor"))
     sizes = list(param.shape)
     for mesh_dim in mesh_dims:
