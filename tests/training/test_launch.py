@@ -1,0 +1,127 @@
+"""Worker processes: what they report arrives, and when one ends badly all end at once, with the reason."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from tpfused.cli.errors import UserError
+from tpfused.training.launch import WorkerFailed, run_workers
+
+FOREVER = 600.0
+SECONDS = 10.0  # the most that ending may take, on a busy machine
+
+
+def report(argument, worker):
+    for number in range(3):
+        worker.emit("number", (worker.rank, argument + number))
+
+
+def report_environment(argument, worker):
+    worker.emit("environment", {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")})
+
+
+def fail_on_one(argument, worker):
+    """The named rank ends as told once the others, who wait, are there; then they fail for want of it."""
+    rank, ending = argument
+    worker.emit("ready", os.getpid())
+    if worker.rank != rank:
+        time.sleep(1.0 if ending == "kill first" else FOREVER)
+        raise ConnectionError("lost a peer")
+    if ending == "raise":
+        raise ZeroDivisionError("one\ntwo")
+    if ending == "user error":
+        raise UserError("look here")
+    if ending == "exit":
+        os._exit(7)
+    time.sleep(0.9)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def wait_forever(argument, worker):
+    worker.emit("ready", os.getpid())
+    time.sleep(FOREVER)
+
+
+def alive(pid: int) -> bool:
+    """Whether the process runs; a zombie does not."""
+    try:
+        with open(f"/proc/{pid}/stat") as stat:
+            return stat.read().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+def ended(pids) -> bool:
+    deadline = time.monotonic() + SECONDS
+    while any(map(alive, pids)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return not any(map(alive, pids))
+
+
+def test_events_arrive_in_the_order_each_worker_sent_them():
+    events = []
+    run_workers(report, 10, 2, lambda name, payload: events.append((name, *payload)))
+    for rank in range(2):
+        assert [event for event in events if event[1] == rank] == [("number", rank, 10 + n) for n in range(3)]
+
+
+def test_a_worker_inherits_no_place_in_another_group(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR"):
+        monkeypatch.setenv(name, "1")
+    events = []
+    run_workers(report_environment, None, 1, lambda name, payload: events.append(payload))
+    assert set(events[0].values()) == {None}
+
+
+@pytest.mark.parametrize(
+    "ending, message, code",
+    [
+        ("raise", "worker 1: ZeroDivisionError: one", 1),
+        ("user error", "look here", 2),
+        ("exit", "worker 1 ended with exit code 7", 1),
+        ("kill", "was killed by SIGKILL", 1),
+        ("kill first", "worker 1 (process", 1),
+    ],
+)
+def test_one_failure_ends_all_with_its_reason(ending, message, code):
+    pids = []
+    with pytest.raises(WorkerFailed) as failure:
+        run_workers(fail_on_one, (1, ending), 3, lambda name, payload: pids.append(payload))
+    assert message in str(failure.value) and "\n" not in str(failure.value)
+    assert failure.value.code == code
+    assert ("ZeroDivisionError" in failure.value.details) == (ending == "raise")
+    assert not any(map(alive, pids))
+
+
+def test_an_error_in_the_parent_leaves_no_worker_behind():
+    pids = []
+
+    def stop(name, payload):
+        pids.append(payload)
+        raise KeyboardInterrupt
+
+    start = time.monotonic()
+    with pytest.raises(KeyboardInterrupt):
+        run_workers(wait_forever, None, 2, stop)
+    assert time.monotonic() - start < 3 * SECONDS
+    assert not any(map(alive, pids))
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_workers_end_with_their_parent(how):
+    program = (
+        "from tests.training.test_launch import wait_forever\n"
+        "from tpfused.training.launch import run_workers\n"
+        "if __name__ == '__main__':\n"
+        "    run_workers(wait_forever, None, 2, lambda name, payload: print(payload, flush=True))\n"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    pids = [int(parent.stdout.readline()) for _ in range(2)]
+    parent.send_signal(how)
+    parent.wait()
+    parent.stdout.close()
+    assert ended(pids)

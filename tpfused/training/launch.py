@@ -1,0 +1,206 @@
+"""Worker processes: start them, listen to them, and end all of them when one fails or the user stops the run.
+
+The parent owns a loopback TCP store (its port is free by construction) and one pipe a worker. A worker reports
+through `Worker.emit`; what it raises travels the same way, so the terminal shows one line instead of a traceback
+from every process.
+"""
+
+import importlib
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing import connection
+from typing import Any
+
+from tpfused.cli.errors import UserError
+
+# Workers that die together within this time are looked at together, so that the first cause is the one reported.
+SETTLE_S = 0.5
+# A terminated worker that has not ended by then is killed.
+GRACE_S = 3.0
+# What torchrun sets for its workers; a process started here has a place of its own.
+TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
+
+@dataclass(frozen=True)
+class Worker:
+    """A process's place in the run, and its way to report.
+
+    `port`: the parent's store on this host; None when torchrun's environment describes the group.
+    """
+
+    rank: int
+    world: int
+    local_rank: int
+    local_world: int
+    port: int | None
+    emit: Callable[[str, Any], None]
+
+
+class WorkerFailed(Exception):
+    """A worker ended early. `code` is the exit code the command should end with, `details` a traceback or ''."""
+
+    def __init__(self, message: str, code: int = 1, details: str = ""):
+        super().__init__(message)
+        self.code = code
+        self.details = details
+
+
+def torchrun_worker(emit: Callable[[str, Any], None]) -> Worker | None:
+    """This process's place in a group that torchrun (or any launcher that sets its variables) made, or None."""
+    if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
+        return None
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    return Worker(
+        rank=rank,
+        world=world,
+        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
+        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
+        port=None,
+        emit=emit,
+    )
+
+
+def run_workers(function: Callable, argument: Any, world: int, on_event: Callable[[str, Any], None]) -> None:
+    """Run `function(argument, worker)` in `world` new processes on this host and wait for all of them.
+
+    `function` must be importable by name. Each `worker.emit(name, payload)` becomes `on_event(name, payload)` here.
+    Raises `WorkerFailed` as soon as one worker fails; whatever ends this call, no worker outlives it.
+    """
+    from torch.distributed import TCPStore
+
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
+    context = multiprocessing.get_context("spawn")
+    processes, pipes = [], {}
+    try:
+        # Ctrl-C reaches the whole foreground group. The workers inherit this mask: only the parent acts on it.
+        with _interrupts_blocked():
+            for rank in range(world):
+                receiver, sender = context.Pipe(duplex=False)
+                name = f"{function.__module__}:{function.__qualname__}"
+                process = context.Process(
+                    target=_worker_main,
+                    args=(name, argument, rank, world, store and store.port, sender),
+                    name=f"tpfused-{rank}",
+                )
+                process.start()
+                sender.close()
+                processes.append(process)
+                pipes[receiver] = rank
+        _listen(processes, pipes, on_event)
+    finally:
+        _stop(processes)
+
+
+def _listen(processes, pipes, on_event) -> None:
+    """Pass the workers' events on until all have ended well; raise the first cause once one has not."""
+    waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
+    failures = {}  # rank -> (order, WorkerFailed)
+    deadline = None
+    while waiting or pipes:
+        timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
+        ready = connection.wait([*waiting, *pipes], timeout)
+        for item in ready:
+            if item in waiting:
+                rank = waiting.pop(item)
+                failure = _exit_failure(rank, processes[rank])
+                if failure is not None:
+                    failures.setdefault(rank, failure)
+                continue
+            try:
+                name, payload = item.recv()
+            except (EOFError, ConnectionError):
+                pipes.pop(item)
+                continue
+            if name == "failed":
+                failures[pipes[item]] = payload
+            else:
+                on_event(name, payload)
+        if failures and deadline is None:
+            deadline = time.monotonic() + SETTLE_S
+        if failures and (time.monotonic() >= deadline or not ready):
+            break
+    if failures:
+        # A lost worker makes its peers' collectives fail as well: the kill, else the earliest exception, is the cause.
+        _, message, code, details = min(failures.values())
+        raise WorkerFailed(message, code, details)
+
+
+def _exit_failure(rank, process):
+    """What a worker's exit status alone says, or None when it ended well."""
+    process.join()
+    status = process.exitcode
+    if status == 0:
+        return None
+    if status > 0:
+        return (time.monotonic(), f"worker {rank} ended with exit code {status}", 1, "")
+    name = signal.Signals(-status).name
+    hint = " (out of memory?)" if name == "SIGKILL" else ""
+    # An abort is how a native library reacts to a lost peer; any other signal came from outside and comes first.
+    order = time.monotonic() if name == "SIGABRT" else 0.0
+    return (order, f"worker {rank} (process {process.pid}) was killed by {name}{hint}", 1, "")
+
+
+def _stop(processes) -> None:
+    """End every process that still runs: politely, then not."""
+    with _interrupts_blocked():
+        for process in processes:
+            if process.is_alive():
+                process.terminate()
+        deadline = time.monotonic() + GRACE_S
+        for process in processes:
+            process.join(max(0.0, deadline - time.monotonic()))
+            if process.is_alive():
+                process.kill()
+                process.join()
+
+
+@contextmanager
+def _interrupts_blocked():
+    """Hold SIGINT back; one that arrives meanwhile is delivered at the end."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _worker_main(name, argument, rank, world, port, sender) -> None:
+    """The first function of a worker process."""
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    for variable in TORCHRUN_NAMES:
+        os.environ.pop(variable, None)
+
+    def emit(event, payload=None):
+        sender.send((event, payload))
+
+    worker = Worker(rank, world, local_rank=rank, local_world=world, port=port, emit=emit)
+    module, function = name.split(":")
+    try:
+        getattr(importlib.import_module(module), function)(argument, worker)
+    except Exception as error:
+        emit("failed", (time.monotonic(), *describe(error, worker)))
+        sys.stdout.flush()
+        # Not `sys.exit`: destructors of a broken process group can wait for its lost peers.
+        os._exit(1)
+
+
+def describe(error: Exception, worker: Worker) -> tuple[str, int, str]:
+    """(one line, exit code, traceback) for what a worker raised."""
+    if isinstance(error, UserError):
+        return str(error), 2, ""
+    reason = next((line for line in str(error).splitlines() if line.strip()), "no message")
+    where = f"worker {worker.rank}: " if worker.world > 1 else ""
+    return f"{where}{type(error).__name__}: {reason.strip()}", 1, traceback.format_exc()
+
+
+def _end_with_parent() -> None:
+    multiprocessing.parent_process().join()
+    os._exit(1)

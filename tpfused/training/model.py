@@ -1,0 +1,126 @@
+"""The process group, and the model as each data-parallel mode wants it."""
+
+import os
+import platform
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from tpfused import ParallelTransformer
+from tpfused.group import TPGroup
+from tpfused.training.launch import Worker
+from tpfused.training.presets import RunConfig
+
+# A collective that a lost peer leaves waiting ends with an error after this time, on every node.
+COLLECTIVE_TIMEOUT = timedelta(seconds=120)
+
+
+def pick_device(run: RunConfig, worker: Worker) -> torch.device:
+    """This worker's device, made current; on the CPU, its share of the cores."""
+    if run.device == "cuda":
+        torch.cuda.set_device(worker.local_rank)
+        torch.backends.cuda.matmul.allow_tf32 = False
+        return torch.device("cuda", worker.local_rank)
+    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // worker.local_world))
+    return torch.device("cpu")
+
+
+def device_name(device: torch.device) -> str:
+    """For the report: the GPU's name, or the processor's architecture and how many of its cores are ours."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores"
+
+
+def connect(run: RunConfig, worker: Worker, device: torch.device) -> DeviceMesh | None:
+    """Join the run's process group: its (dp, tp) mesh, or None where one process is all."""
+    if run.world == 1:
+        return None
+    place = {}
+    if worker.port is not None:
+        # Given outright, the store and the rank leave nothing to environment variables.
+        store = dist.TCPStore("127.0.0.1", worker.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
+        place = dict(store=store, rank=worker.rank, world_size=worker.world)
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        timeout=COLLECTIVE_TIMEOUT,
+        device_id=device if device.type == "cuda" else None,
+        **place,
+    )
+    return init_device_mesh(device.type, (run.dp, run.tp), mesh_dim_names=("dp", "tp"))
+
+
+@dataclass(frozen=True)
+class Trainable:
+    """A model ready to train.
+
+    `loss(ids, labels)` is this rank's mean loss; `micro_batch(last)` surrounds it and its backward: gradients are
+    averaged over the data-parallel ranks in the last one of a step. `logits(ids)` is for evaluation.
+    """
+
+    model: ParallelTransformer
+    loss: Callable[[Tensor, Tensor], Tensor]
+    logits: Callable[[Tensor], Tensor]
+    micro_batch: Callable[[bool], AbstractContextManager]
+
+
+def build(run: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> Trainable:
+    """The run's model, with the same weights at every degree of parallelism."""
+    torch.manual_seed(run.seed)
+    fully_sharded = run.dp > 1 and run.dp_mode == "fsdp2"
+    if mesh is None:
+        place = {"group": TPGroup(None, rank=0, size=1)}
+    elif fully_sharded:
+        place = {"mesh": mesh["tp"]}
+    else:
+        place = {"group": mesh.get_group("tp")}
+    dtype = torch.float64 if run.dtype == "fp64" else torch.float32
+    model = ParallelTransformer(run.transformer_config(), device=device, dtype=dtype, **place)
+    if run.dp == 1:
+        return Trainable(model, model.loss, model, lambda last: nullcontext())
+    return (_fully_sharded if fully_sharded else _replicated)(model, mesh["dp"])
+
+
+class _Loss(nn.Module):
+    """What the wrappers wrap: they act around `forward`, and training needs no other output than the loss."""
+
+    def __init__(self, model: ParallelTransformer):
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+        return self.model.loss(ids, labels)
+
+    def logits(self, ids: Tensor) -> Tensor:
+        return self.model(ids)
+
+
+def _replicated(model: ParallelTransformer, dp: DeviceMesh) -> Trainable:
+    from torch.nn.parallel import DistributedDataParallel
+
+    # Every replica drew the same weights: no broadcast. Gradients live in the buckets, not twice.
+    ddp = DistributedDataParallel(
+        _Loss(model), process_group=dp.get_group(), init_sync=False, gradient_as_bucket_view=True
+    )
+    return Trainable(model, ddp, model, lambda last: nullcontext() if last else ddp.no_sync())
+
+
+def _fully_sharded(model: ParallelTransformer, dp: DeviceMesh) -> Trainable:
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for block in model.blocks:
+        fully_shard(block, mesh=dp)
+    root = fully_shard(_Loss(model), mesh=dp)
+    register_fsdp_forward_method(root, "logits")
+
+    def micro_batch(last: bool) -> AbstractContextManager:
+        root.set_requires_gradient_sync(last)
+        return nullcontext()
+
+    return Trainable(model, root, root.logits, micro_batch)
