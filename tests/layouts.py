@@ -19,10 +19,10 @@ CONFIGS = {
         hidden_size=8, ffn_size=16, num_kv_heads=1, tie_embeddings=True, **{**SIZES, "vocab_size": 5}
     ),
 }
-LAYOUTS = ["plain", "mesh", "ddp", "fsdp2"]
 
-every_config = pytest.mark.parametrize("config", CONFIGS)
-every_layout = pytest.mark.parametrize("layout", LAYOUTS)
+CASES = [(config, layout) for config in CONFIGS for layout in ("plain", "mesh", "fsdp2")] + [("gpt", "ddp")]
+
+every_case = pytest.mark.parametrize("config, layout", CASES)
 
 
 def skip_impossible(config: str, layout: str, tp: int) -> None:

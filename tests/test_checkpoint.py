@@ -13,8 +13,7 @@ from tests.layouts import (
     backward,
     batch,
     dense,
-    every_config,
-    every_layout,
+    every_case,
     laid_out,
     skip_impossible,
 )
@@ -62,8 +61,7 @@ def check_layout(ctx, config, layout, tp, seed):
     return expected
 
 
-@every_config
-@every_layout
+@every_case
 def test_every_layout_saves_and_loads_the_dense_models_tensors(workers, config, layout, tp, seed):
     skip_impossible(config, layout, tp)
     workers.run(check_layout, config, layout, tp, seed)

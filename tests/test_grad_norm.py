@@ -10,7 +10,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
 from tests.compare import assert_close, collectives_made
-from tests.layouts import backward, batch, dense, every_config, every_layout, laid_out, skip_impossible
+from tests.layouts import backward, batch, dense, every_case, laid_out, skip_impossible
 from tpfused import ColumnParallelLinear, clip_grad_norm_, full_state_dict
 from tpfused.parameter import local
 
@@ -43,8 +43,7 @@ def check_against_torch(ctx, config, layout, tp, norm_types, seed):
     return [total.item() for total in totals]
 
 
-@every_config
-@every_layout
+@every_case
 def test_norm_and_gradients_are_the_dense_models(workers, config, layout, tp, seed):
     skip_impossible(config, layout, tp)
     norm_types = (2.0, math.inf, 1.0, 3.5) if layout == "plain" else (2.0,)
