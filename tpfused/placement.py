@@ -26,7 +26,7 @@ class ShardInfo(NamedTuple):
 
 
 def shard_info(param: Tensor) -> ShardInfo | None:
-    """How a plain parameter is a shard; None for one that is whole on each rank and for a DTensor, which knows itself."""
+    """How a plain parameter is a shard; None where it is whole on each rank, and for a DTensor, which knows itself."""
     return getattr(param, "tp_shard", None)
 
 
