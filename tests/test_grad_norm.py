@@ -129,13 +129,14 @@ def test_empty_shards(workers, norm_type):
     workers.run(check_empty_shards, norm_type)
 
 
-def with_gradients(*dtypes):
-    params = [nn.Parameter(torch.randn(5, 3).to(dtype)) for dtype in dtypes]
+def with_gradients(*dtypes, device="cpu"):
+    params = [nn.Parameter(torch.randn(5, 3, device=device, dtype=dtype)) for dtype in dtypes]
     for param in params:
-        param.grad = torch.randn(5, 3).to(param.dtype)
+        param.grad = torch.randn_like(param)
     return params
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(
     "dtypes, expected",
     [
@@ -144,8 +145,8 @@ def with_gradients(*dtypes):
         ((torch.float16, torch.float64), torch.float64),
     ],
 )
-def test_norm_is_computed_in_float32_at_least(dtypes, expected):
-    params = with_gradients(*dtypes)
+def test_norm_is_computed_in_float32_at_least(dtypes, expected, device):
+    params = with_gradients(*dtypes, device=device)
     exact = torch.cat([param.grad.double() for param in params]).norm()
     before = [param.grad.clone() for param in params]
     total = clip_grad_norm_(params, 0.5)

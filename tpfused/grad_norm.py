@@ -50,7 +50,11 @@ def clip_grad_norm_(
     if error_if_nonfinite and not total.isfinite():
         raise RuntimeError(f"the gradients' total norm of order {norm_type} is {total.item()}: nothing was clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
-    torch._foreach_mul_([local(param.grad) for param in parameters], scale)
+    by_dtype = {}
+    for param in parameters:
+        by_dtype.setdefault(param.grad.dtype, []).append(local(param.grad))
+    for dtype, grads in by_dtype.items():
+        torch._foreach_mul_(grads, scale.to(dtype))  # one kernel only where scale has the same dtype
     return total
 
 
