@@ -4,9 +4,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compare import collectives_made, own, refuses
+from tests.compare import collectives_made, refuses, strided
 from tpfused import collectives as c
 from tpfused.group import resolve_group, with_replicas
+from tpfused.sharding import shard_range
 
 TOTALS = (8, 7, 5, 2, 1, 0)
 
@@ -17,9 +18,10 @@ def draw(ctx, seed, *shape, ranks, dtype=torch.float64):
     return [torch.randint(-8, 9, shape, generator=generator).to(ctx.device, dtype) for _ in range(ranks)]
 
 
-def strided(x):
-    """The same values with no contiguous dimension."""
-    return x.repeat_interleave(2, -1)[..., ::2].transpose(0, -1).contiguous().transpose(0, -1)
+def own(whole, dim, rank, size):
+    """What rank `rank` of `size` holds of `whole`."""
+    start, stop = shard_range(whole.shape[dim], size, rank)
+    return whole.narrow(dim, start, stop - start)
 
 
 def backward(function, x, grad):
