@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -9,7 +10,8 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.distributed import Context
 from tpfused.collectives import observe
-from tpfused.placement import shard_info
+from tpfused.group import TPGroup
+from tpfused.placement import local, shard_info
 from tpfused.sharding import shard_range
 
 Results = dict[str, Tensor]
@@ -58,6 +60,109 @@ class Block:
             assert (info.group.process_group, info.group.rank, info.group.size) == (self.group, self.rank, self.tp)
 
 
+def part(whole: Tensor, param: nn.Parameter) -> Tensor:
+    """What this rank holds of `whole`, by what `param` says of itself."""
+    if isinstance(param, DTensor):
+        mesh = param.device_mesh
+        splits = [(p.dim, mesh.get_local_rank(i), mesh.size(i)) for i, p in enumerate(param.placements) if p.is_shard()]
+    else:
+        info = shard_info(param)
+        splits = [] if info is None else [(info.dim, info.group.rank, info.group.size)]
+    for dim, rank, size in splits:
+        start, stop = shard_range(whole.shape[dim], size, rank)
+        whole = whole.narrow(dim, start, stop - start)
+    return whole
+
+
+def unpacked(module: nn.Module, tensors: Results) -> Results:
+    """Tensors named as the module's parameters, with those of packed projections named and shaped one by one."""
+    tensors = dict(tensors)
+    for prefix, child, packing, kind in _packed_parameters(module):
+        if (name := f"{prefix}{child}.{kind}") in tensors:
+            parts = packing.unpack(tensors.pop(name))
+            tensors |= {f"{prefix}{part}.{kind}": value for part, value in zip(packing.names, parts, strict=True)}
+    return tensors
+
+
+def packed(module: nn.Module, tensors: Results) -> Results:
+    """The inverse of `unpacked`."""
+    tensors = dict(tensors)
+    for prefix, child, packing, kind in _packed_parameters(module):
+        names = [f"{prefix}{part}.{kind}" for part in packing.names]
+        if names[0] in tensors:
+            tensors[f"{prefix}{child}.{kind}"] = packing.pack([tensors.pop(name) for name in names])
+    return tensors
+
+
+def _packed_parameters(module: nn.Module):
+    for path, inner in module.named_modules():
+        for child, packing in getattr(inner, "packed_children", {}).items():
+            for kind in ("weight", "bias"):
+                yield f"{path}." if path else "", child, packing, kind
+
+
+def twins(
+    block: Block, build: Callable[..., nn.Module], dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, Results]:
+    """A parallel module and the unpacked dense weights that it holds parts of.
+
+    Built from one seed in the block and on one rank alone, which must give the same bits. Then all weights get new
+    random values, since those that start at 0 or 1 hide mistakes.
+    """
+    torch.manual_seed(block.seed)
+    alone = build(group=TPGroup(None, 0, 1), device=block.device, dtype=dtype)
+    torch.manual_seed(block.seed)
+    module = build(**block.place, device=block.device, dtype=dtype)
+    whole = unpacked(alone, {name: param.detach() for name, param in alone.named_parameters()})
+    parameters = dict(module.named_parameters())
+    assert packed(module, whole).keys() == parameters.keys()
+    for name, value in packed(module, whole).items():
+        assert torch.equal(local(parameters[name]), part(value, parameters[name])), f"{name} differs from TP 1"
+
+    whole = {name: value + 0.2 * torch.randn_like(value) for name, value in whole.items()}
+    with torch.no_grad():
+        for name, value in packed(module, whole).items():
+            local(parameters[name]).copy_(part(value, parameters[name]))
+    return module, whole
+
+
+def check_module(
+    module: nn.Module,
+    forward: Callable[[Tensor], Tensor],
+    inputs: Results,
+    grad: Tensor,
+    dense: Callable[..., Tensor],
+    whole: Results,
+    own: Callable[[str, Tensor], Tensor],
+    what: str,
+) -> None:
+    """A module's output and all gradients against the dense function's.
+
+    `forward` takes this rank's own parts of `inputs`, which are whole, and gives its part of
+    ``dense(**inputs, **whole)``; `own` takes those parts, by the inputs' names and "out".
+    """
+    parameters = dict(module.named_parameters())
+    module.zero_grad()
+    mine = {name: strided(own(name, value)).detach().requires_grad_() for name, value in inputs.items()}
+    out = forward(**mine)
+    out.backward(strided(own("out", grad)))
+    actual = {"out": out.detach()} | {name: value.grad for name, value in mine.items()}
+    actual |= {name: local(param.grad) for name, param in parameters.items()}
+
+    def flat(**tensors):
+        return dense(**{name: tensors.pop(name) for name in inputs}, **unpacked(module, tensors))
+
+    compare(
+        actual,
+        flat,
+        {**inputs, **packed(module, whole)},
+        grad,
+        lambda name, value: part(value, parameters[name]) if name in parameters else own(name, value),
+        what,
+        rows=False,
+    )
+
+
 def strided(x: Tensor) -> Tensor:
     """The same values in a layout with no contiguous dimension."""
     return x.repeat_interleave(2, -1)[..., ::2].transpose(0, -1).contiguous().transpose(0, -1)
@@ -74,11 +179,20 @@ def results(function: Callable[..., Tensor], inputs: dict[str, Tensor], grad: Te
     return {"out": out.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
-def compare(actual: Results, function: Callable[..., Tensor], inputs: dict, grad: Tensor, part: Callable, what) -> None:
+def compare(
+    actual: Results,
+    function: Callable[..., Tensor],
+    inputs: Results,
+    grad: Tensor,
+    part: Callable[[str, Tensor], Tensor],
+    what: str,
+    rows: bool = True,
+) -> None:
     """Each actual result against `part(name, whole)` of the dense function's.
 
     Float64 results must be equal up to the order of sums; others obey the project's tolerance, where the dense function
-    runs both in float64 and in their dtype.
+    runs both in float64 and in their dtype. It is meant for one operation: of a chain of them, `rows` False excuses the
+    rows whose values cancel and that eager torch happens to get right.
     """
     dtype = grad.dtype
 
@@ -91,11 +205,12 @@ def compare(actual: Results, function: Callable[..., Tensor], inputs: dict, grad
     expected, eager = dense(torch.float64), None if dtype == torch.float64 else dense(dtype)
     assert actual.keys() == expected.keys(), (actual.keys(), expected.keys())
     for name, value in actual.items():
-        reference = part(name, expected[name])
+        where = f"{name} of {what}"
         if eager is None:
-            assert_close(value, reference, f"{name} of {what}")
+            assert_close(value, part(name, expected[name]), where)
         else:
-            assert_within_rule(value, reference, part(name, eager[name]), f"{name} of {what}")
+            own_part = partial(part, name)
+            assert_within_rule(value, expected[name], eager[name], own_part, where, rows)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str = "") -> None:
@@ -107,24 +222,31 @@ def assert_close(actual: Tensor, expected: Tensor, what: str = "") -> None:
         assert error <= 1e-11 * max(scale, 1.0), f"{what}: error {error} on values up to {scale}"
 
 
-def assert_within_rule(actual: Tensor, expected: Tensor, eager: Tensor, what: str = "") -> None:
+def assert_within_rule(
+    actual: Tensor,
+    expected: Tensor,
+    eager: Tensor,
+    part: Callable[[Tensor], Tensor],
+    what: str = "",
+    rows: bool = True,
+) -> None:
     """The project's tolerance: at most twice the error of eager torch in the same dtype, and two roundings.
 
-    For the whole tensor and for each of its rows. `expected` is the float64 result, `eager` the dense one in the
-    dtype of `actual`.
+    For the tensor and, with `rows`, for each of its rows. `expected` is the whole float64 result, `eager` the whole
+    dense one in the dtype of `actual`, which is its `part`.
     """
     assert actual.dtype == eager.dtype, f"{what}: {actual.dtype}, not {eager.dtype}"
-    assert actual.shape == expected.shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
-    if not expected.numel():
+    assert actual.shape == part(expected).shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
+    if not actual.numel():
         return
-    error, allowed = (actual.double() - expected).abs(), 2 * (eager.double() - expected).abs()
-    scale, rounding = expected.abs(), 2 * torch.finfo(actual.dtype).eps
-    parts = {"tensor": lambda x: x.max()}
-    if expected.ndim > 1:
-        parts["row"] = lambda x: x.amax(-1)
-    for part, largest in parts.items():
-        excess = largest(error) - largest(allowed) - rounding * largest(scale)
-        assert excess.max() <= 0, f"{what}: a {part}'s error exceeds the rule by {excess.max().item()}"
+    error, allowed = (actual.double() - part(expected)).abs(), 2 * (eager.double() - expected).abs()
+    rounding = 2 * torch.finfo(actual.dtype).eps * expected.abs()
+    excess = error.max() - allowed.max() - rounding.max()
+    assert excess <= 0, f"{what}: the error exceeds the rule by {excess}"
+    if rows and actual.ndim > 1:
+        limit = allowed.amax(-1, keepdim=True) + rounding.amax(-1, keepdim=True)
+        excess = (error - part(limit.expand_as(expected))).max()
+        assert excess <= 0, f"{what}: a row's error exceeds the rule by {excess}"
 
 
 @contextmanager
