@@ -1,6 +1,6 @@
 """How tests compare a parallel result with the dense one, and count collectives."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 
@@ -29,6 +29,10 @@ class Block:
         self.group = ctx.group(tp)
         self.place = {"mesh": ctx.mesh(tp)} if mode == "mesh" else {"group": self.group}
         self.seed = seed + ctx.rank // tp
+
+    def some(self, cases: Iterable) -> list:
+        """All cases in mode "group"; a third in mode "mesh", which is slower and computes with the same code."""
+        return list(cases)[:: 3 if self.mode == "mesh" else 1]
 
     def own(self, whole: Tensor, dim: int | None) -> Tensor:
         """What this rank holds of `whole` when it is split along `dim`; all of it for None."""
@@ -128,7 +132,7 @@ def twins(
 
 def check_module(
     module: nn.Module,
-    forward: Callable[[Tensor], Tensor],
+    forward: Callable[..., Tensor],
     inputs: Results,
     grad: Tensor,
     dense: Callable[..., Tensor],
@@ -147,7 +151,9 @@ def check_module(
     out = forward(**mine)
     out.backward(strided(own("out", grad)))
     actual = {"out": out.detach()} | {name: value.grad for name, value in mine.items()}
-    actual |= {name: local(param.grad) for name, param in parameters.items()}
+    for name, param in parameters.items():
+        actual[name] = local(param.grad)
+        assert getattr(param.grad, "placements", None) == getattr(param, "placements", None), name
 
     def flat(**tensors):
         return dense(**{name: tensors.pop(name) for name in inputs}, **unpacked(module, tensors))
@@ -159,12 +165,14 @@ def check_module(
         grad,
         lambda name, value: part(value, parameters[name]) if name in parameters else own(name, value),
         what,
-        rows=False,
+        chain=True,
     )
 
 
 def strided(x: Tensor) -> Tensor:
     """The same values in a layout with no contiguous dimension."""
+    if x.ndim == 0:
+        return x
     return x.repeat_interleave(2, -1)[..., ::2].transpose(0, -1).contiguous().transpose(0, -1)
 
 
@@ -186,13 +194,12 @@ def compare(
     grad: Tensor,
     part: Callable[[str, Tensor], Tensor],
     what: str,
-    rows: bool = True,
+    chain: bool = False,
 ) -> None:
     """Each actual result against `part(name, whole)` of the dense function's.
 
     Float64 results must be equal up to the order of sums; others obey the project's tolerance, where the dense function
-    runs both in float64 and in their dtype. It is meant for one operation: of a chain of them, `rows` False excuses the
-    rows whose values cancel and that eager torch happens to get right.
+    runs both in float64 and in their dtype. The tolerance is one operation's; `chain` says that there are several.
     """
     dtype = grad.dtype
 
@@ -210,7 +217,7 @@ def compare(
             assert_close(value, part(name, expected[name]), where)
         else:
             own_part = partial(part, name)
-            assert_within_rule(value, expected[name], eager[name], own_part, where, rows)
+            assert_within_rule(value, expected[name], eager[name], own_part, where, chain)
 
 
 def assert_close(actual: Tensor, expected: Tensor, what: str = "") -> None:
@@ -228,12 +235,13 @@ def assert_within_rule(
     eager: Tensor,
     part: Callable[[Tensor], Tensor],
     what: str = "",
-    rows: bool = True,
+    chain: bool = False,
 ) -> None:
     """The project's tolerance: at most twice the error of eager torch in the same dtype, and two roundings.
 
-    For the tensor and, with `rows`, for each of its rows. `expected` is the whole float64 result, `eager` the whole
-    dense one in the dtype of `actual`, which is its `part`.
+    For the tensor and for each of its rows. `expected` is the whole float64 result, `eager` the whole dense one in the
+    dtype of `actual`, which is its `part`. Where roundings pass through a `chain` of operations, luck decides who is
+    nearer, most of all in rows whose values cancel: tenfold then, and for the tensor only.
     """
     assert actual.dtype == eager.dtype, f"{what}: {actual.dtype}, not {eager.dtype}"
     assert actual.shape == part(expected).shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
@@ -241,9 +249,9 @@ def assert_within_rule(
         return
     error, allowed = (actual.double() - part(expected)).abs(), 2 * (eager.double() - expected).abs()
     rounding = 2 * torch.finfo(actual.dtype).eps * expected.abs()
-    excess = error.max() - allowed.max() - rounding.max()
+    excess = error.max() - (allowed.max() + rounding.max()) * (10 if chain else 1)
     assert excess <= 0, f"{what}: the error exceeds the rule by {excess}"
-    if rows and actual.ndim > 1:
+    if actual.ndim > 1 and not chain:
         limit = allowed.amax(-1, keepdim=True) + rounding.amax(-1, keepdim=True)
         excess = (error - part(limit.expand_as(expected))).max()
         assert excess <= 0, f"{what}: a row's error exceeds the rule by {excess}"

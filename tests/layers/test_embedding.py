@@ -1,6 +1,7 @@
 """The vocabulary-parallel embedding against nn.Embedding."""
 
 import copy
+from itertools import product
 
 import pytest
 import torch
@@ -59,9 +60,8 @@ def embedding_case(block, vocabulary, sequence_dim, tokens, padding_idx=None, dt
 
 def check_dense(ctx, tp, mode, seed):
     block = Block(ctx, tp, mode, seed)
-    for vocabulary in VOCABULARIES:
-        for sequence_dim, tokens in TOKENS:
-            embedding_case(block, vocabulary, sequence_dim, tokens)
+    for vocabulary, (sequence_dim, tokens) in block.some(product(VOCABULARIES, TOKENS)):
+        embedding_case(block, vocabulary, sequence_dim, tokens)
     embedding_case(block, 13, None, 0)
     embedding_case(block, 13, 0, 0)
     embedding_case(block, 13, None, None, ids=torch.tensor(7, device=ctx.device))

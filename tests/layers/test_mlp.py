@@ -1,5 +1,7 @@
 """The feed-forward layers against plain torch, and the packed order of gate and up."""
 
+from itertools import product
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -56,18 +58,17 @@ def mlp_case(block, kind, dense, hidden, ffn, sequence_dim, tokens, dtype=torch.
 
 def check_mlp(ctx, tp, mode, seed):
     block = Block(ctx, tp, mode, seed)
-    for ffn in (12, 10, 3):  # even, uneven, with an empty shard
-        for sequence_dim, tokens in TOKENS:
-            mlp_case(block, ParallelMLP, dense_mlp(F.gelu), 5, ffn, sequence_dim, tokens)
+    # Even, uneven, with an empty shard.
+    for ffn, (sequence_dim, tokens) in block.some(product((12, 10, 3), TOKENS)):
+        mlp_case(block, ParallelMLP, dense_mlp(F.gelu), 5, ffn, sequence_dim, tokens)
     for name, activate in (("relu", F.relu), ("gelu_tanh", gelu_tanh), ("silu", F.silu)):
         mlp_case(block, ParallelMLP, dense_mlp(activate), 5, 10, 0, 3, activation=name, bias=False)
 
 
 def check_gated(ctx, tp, mode, seed):
     block = Block(ctx, tp, mode, seed)
-    for ffn in (12, 7 if tp == 4 else 16):
-        for sequence_dim, tokens in TOKENS:
-            mlp_case(block, ParallelGatedMLP, dense_gated_mlp(F.silu), 5, ffn, sequence_dim, tokens)
+    for ffn, (sequence_dim, tokens) in block.some(product((12, 7 if tp == 4 else 16), TOKENS)):
+        mlp_case(block, ParallelGatedMLP, dense_gated_mlp(F.silu), 5, ffn, sequence_dim, tokens)
     for name, activate in (("gelu", F.gelu), ("gelu_tanh", gelu_tanh), ("relu", F.relu)):
         mlp_case(block, ParallelGatedMLP, dense_gated_mlp(activate), 5, 12, 0, 3, activation=name, bias=True)
 
@@ -112,7 +113,7 @@ def check_refusals(ctx, tp, mode):
         with refuses(ValueError, 5):
             kind(8, 16, **place)(block.randn(2, 8, dtype=torch.float32), total_len=5)
     if tp > 1:
-        ffn = tp + 1 if tp == 4 else 3
+        ffn = tp + 1
         with refuses(ValueError, ffn, tp):
             ParallelGatedMLP(8, ffn, **place)
 
