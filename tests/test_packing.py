@@ -5,7 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tests.compare import own
+from tpfused.collectives import own_slice
+from tpfused.group import TPGroup
 from tpfused.packing import GateUpPacking, QKVPacking, pack_gate_up, pack_qkv, unpack_gate_up, unpack_qkv
 
 kv_heads = st.integers(1, 6)
@@ -50,8 +51,9 @@ def test_a_shard_of_the_packed_is_the_packed_shards(ranks, kv_each, queries, d):
     wholes = (rows(kv * queries * d, ()), rows(kv * d, ()), rows(kv * d, ()))
     packed = pack_qkv(*wholes, kv * queries, kv)
     for rank in range(ranks):
-        shards = [own(whole, 0, rank, ranks) for whole in wholes]
-        assert torch.equal(own(packed, 0, rank, ranks), pack_qkv(*shards, kv_each * queries, kv_each))
+        group = TPGroup(None, rank, ranks)
+        shards = [own_slice(whole, 0, group) for whole in wholes]
+        assert torch.equal(own_slice(packed, 0, group), pack_qkv(*shards, kv_each * queries, kv_each))
 
 
 @pytest.mark.parametrize(
