@@ -63,6 +63,12 @@ class TextData:
         ids, labels = self.tail[:end].long(), self.tail[1 : end + 1].long()
         return ids.view(count, -1), labels.view(count, -1)
 
+    def prompt(self, length: int) -> Tensor:
+        """`length` tokens of the held-out tail, from where a paragraph begins if one does."""
+        _, gap, rest = bytes(self.tail[:-length].tolist()).partition(b"\n\n")
+        start = len(self.tail) - length - len(rest) if gap else 0
+        return self.tail[start : start + length].long()
+
 
 def read_text(path: str | None) -> bytes:
     """The bytes of a file, or of the documentation that comes with Python."""

@@ -61,7 +61,7 @@ def sample(
     generator = torch.Generator().manual_seed(seed)
     context = data.window - 1
     model, device = trainable.model, next(trainable.model.parameters()).device
-    text = data.tail[: min(PROMPT_BYTES, context)].long()
+    text = data.prompt(min(PROMPT_BYTES, context))
     prompt = len(text)
     for _ in range(length):
         with autocast:

@@ -36,7 +36,8 @@ def train(run: RunConfig, worker: Worker) -> None:
 def train_on(mesh: DeviceMesh | None, run: RunConfig, worker: Worker, device: torch.device) -> None:
     """Run the steps on a (dp, tp) mesh, or alone. Collective.
 
-    Rank 0 emits ("step", {...}) after each one and ("result", {...}) at the end.
+    Rank 0 emits ("step", {...}) after each one, ("status", {...}) around them, ("saved", {...}), and at the end
+    ("result", {...}).
     """
     _Training(mesh, run, worker, device).run_all()
 
@@ -61,6 +62,7 @@ class _Training:
         self.timer = StepTimer(device)
         self.counted_bytes = 0
         if run.resume:
+            self.emit("status", text="loading the checkpoint")
             from tpfused.training.saving import load
 
             load(run, worker, self.model, self.optimizer)
@@ -92,8 +94,10 @@ class _Training:
             device_name=device_name(self.device),
         )
         if run.task == "text":
+            self.emit("status", text="validating")
             result["validation"] = validate(self.trainable, self.data, self.autocast(), self.dp)
             if run.sample:
+                self.emit("status", text="writing a sample")
                 result["sample"] = sample(self.trainable, self.data, self.autocast(), run.sample, run.seed)
         self.emit("result", **result)
 
@@ -132,8 +136,8 @@ class _Training:
         if run.save and (done == run.steps or (run.save_every and done % run.save_every == 0)):
             from tpfused.training.saving import save
 
-            path = save(run, self.worker, done, self.model, self.optimizer)
-            self.emit("note", text=f"saved {path}")
+            self.emit("status", text="saving")
+            self.emit("saved", path=save(run, self.worker, done, self.model, self.optimizer))
 
     def count_bytes(self) -> int:
         """Parameters, gradients and optimizer state: what training holds at least, where no allocator counts."""

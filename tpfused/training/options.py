@@ -65,6 +65,7 @@ def resolve(
     run = RunConfig(
         preset=name,
         device=device,
+        threads=max(1, len(os.sched_getaffinity(0)) // (worker.local_world if worker else tp * dp)),
         tp=tp,
         dp=dp,
         dp_mode=options["dp_mode"] or "ddp",

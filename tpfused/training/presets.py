@@ -25,7 +25,7 @@ class Preset:
 
 PRESETS = {
     "quick": Preset(
-        summary="the text model, small: under two minutes on two CPU cores, dense twin included",
+        summary="a byte-level language model for CPUs: two minutes on two cores",
         task="text",
         style="llama",
         model=dict(
@@ -37,14 +37,14 @@ PRESETS = {
             ffn_size=352,
             max_positions=1024,
         ),
-        steps=200,
-        batch_size=16,
+        steps=150,
+        batch_size=8,
         seq_len=128,
-        lr={"adam": 3e-3, "sgd": 0.3},
-        warmup=20,
+        lr={"adam": 2e-3, "sgd": 0.3},
+        warmup=30,
     ),
     "text": Preset(
-        summary="a byte-level language model with LLaMA-style blocks on real text",
+        summary="a byte-level language model for GPUs, with LLaMA-style blocks",
         task="text",
         style="llama",
         model=dict(
@@ -63,7 +63,7 @@ PRESETS = {
         warmup=40,
     ),
     "memory": Preset(
-        summary="a GPT-style model learns 100 random sequences by heart: 5 epochs of 100 steps",
+        summary="a GPT-style model learns 100 random sequences by heart, in 5 epochs of 100 steps",
         task="memory",
         style="gpt",
         model=dict(
@@ -92,10 +92,14 @@ PRESETS = {
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Everything that decides a run's numbers, and where it runs. `first_step` > 0 continues `resume`."""
+    """Everything that decides a run's numbers, and where it runs.
+
+    `threads`: of one worker, on the CPU. `first_step` > 0 continues `resume`.
+    """
 
     preset: str
     device: str
+    threads: int
     tp: int
     dp: int
     dp_mode: str
@@ -126,7 +130,7 @@ class RunConfig:
         return PRESETS[self.preset].task
 
     def dense_twin(self) -> "RunConfig":
-        """The same model on the same batches, on one device."""
+        """The same model on the same batches, on one device (on the CPU: on one worker's share of the cores)."""
         return replace(self, tp=1, dp=1, sequence_parallel=False, save=None, save_every=None, sample=0)
 
     def learning_rate(self, step: int) -> float:
