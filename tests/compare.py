@@ -18,21 +18,28 @@ Results = dict[str, Tensor]
 
 
 class Block:
-    """The tensor-parallel block of `tp` consecutive ranks that a worker computes in.
+    """The tensor-parallel block of `tp` ranks that a worker computes in.
 
-    `mode` "group" makes layers with plain parameters, "mesh" with DTensors. `seed` becomes one that the block's ranks
-    share and other blocks do not, so that a collective over the wrong ranks gives wrong numbers.
+    `mode` "group" makes layers with plain parameters and "mesh" with DTensors, on consecutive ranks. "strided" is as
+    "group", on ranks that stand apart, as where the data-parallel ranks are the inner ones. `seed` becomes one that the
+    block's ranks share and other blocks do not, so that a collective over the wrong ranks gives wrong numbers.
     """
 
     def __init__(self, ctx: Context, tp: int, mode: str, seed: int):
-        self.device, self.tp, self.rank, self.mode = ctx.device, tp, ctx.rank % tp, mode
-        self.group = ctx.group(tp)
+        self.device, self.tp, self.mode = ctx.device, tp, mode
+        if mode == "strided":
+            blocks = ctx.world // tp
+            self.group = ctx.grid(blocks).get_group("dp")
+            self.rank, block = divmod(ctx.rank, blocks)
+        else:
+            self.group = ctx.group(tp)
+            block, self.rank = divmod(ctx.rank, tp)
         self.place = {"mesh": ctx.mesh(tp)} if mode == "mesh" else {"group": self.group}
-        self.seed = seed + ctx.rank // tp
+        self.seed = seed + block
 
     def some(self, cases: Iterable) -> list:
-        """All cases in mode "group"; a third in mode "mesh", which is slower and computes with the same code."""
-        return list(cases)[:: 3 if self.mode == "mesh" else 1]
+        """All cases in mode "group"; a third in the others, which compute with the same code."""
+        return list(cases)[:: 1 if self.mode == "group" else 3]
 
     def own(self, whole: Tensor, dim: int | None) -> Tensor:
         """What this rank holds of `whole` when it is split along `dim`; all of it for None."""

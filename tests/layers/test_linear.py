@@ -329,6 +329,12 @@ def test_row_equals_dense(workers, tp, mode, seed):
     workers.run(check_row, tp, mode, seed)
 
 
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_ranks_that_stand_apart(workers, tp, seed):
+    workers.run(check_column, tp, "strided", seed)
+    workers.run(check_row, tp, "strided", seed)
+
+
 @modes
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_lower_precision_obeys_the_tolerance(workers, tp, mode, seed, dtype):

@@ -180,6 +180,27 @@ def check_refusals(ctx, tp):
         loss(target=[0] * 6)
 
 
+def check_late_refusal(ctx, tp):
+    """By default a GPU is not waited for: NaN for a bad label, the error at the next call. The CPU raises at once."""
+    block = Block(ctx, tp, "group", 0)
+    logits, target = draw(block, 8, (3,))
+    bad = target.index_fill(0, torch.tensor([1], device=ctx.device), 8)
+
+    def losses(target):
+        return vocab_parallel_cross_entropy(
+            block.own(logits, -1), target, vocab_size=8, group=block.group, reduction="none"
+        )
+
+    if ctx.device.type == "cpu":
+        with refuses(ValueError, 8):
+            losses(bad)
+    else:
+        assert losses(bad).isnan().tolist() == [False, True, False]
+        with refuses(ValueError, 8):
+            losses(target)
+    assert not losses(target).isnan().any()
+
+
 def test_equals_dense(workers, tp, seed):
     workers.run(check_dense, tp, seed)
 
@@ -198,6 +219,10 @@ def test_makes_no_collective_backward(workers, tp, seed):
 
 def test_bad_input_is_refused_before_any_collective(workers, tp):
     workers.run(check_refusals, tp)
+
+
+def test_bad_labels_without_a_synchronisation(workers, tp):
+    workers.run(check_late_refusal, tp)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])

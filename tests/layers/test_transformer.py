@@ -313,6 +313,11 @@ def test_equals_dense(workers, tp, mode, seed, name):
     workers.run(check_models, tp, mode, seed, name)
 
 
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_ranks_that_stand_apart(workers, tp, seed):
+    workers.run(check_models, tp, "strided", seed, "llama-tied")
+
+
 def test_masks(workers, tp, seed):
     workers.run(check_masks, tp, seed)
 
