@@ -66,7 +66,19 @@ def test_the_report_shows_both_runs(quick):
 
 
 def test_a_run_resumes_at_another_degree(quick, tmp_path):
-    out = run("--resume", quick[0] / "runs", "--tp", 1, "--steps", 22, "--sample", 0, "--no-dense", "--json", tmp_path / "more.json")
+    out = run(
+        "--resume",
+        quick[0] / "runs",
+        "--tp",
+        1,
+        "--steps",
+        22,
+        "--sample",
+        0,
+        "--no-dense",
+        "--json",
+        tmp_path / "more.json",
+    )
     result = json.loads((tmp_path / "more.json").read_text())
     assert (result["first_step"], result["steps"], result["dense"]) == (20, 22, None)
     assert len(result["parallel"]["loss"]) == 2

@@ -20,6 +20,10 @@ def report(argument, worker):
         worker.emit("number", (worker.rank, argument + number))
 
 
+def report_blocked_signals(argument, worker):
+    worker.emit("blocked", signal.pthread_sigmask(signal.SIG_BLOCK, ()))
+
+
 def report_environment(argument, worker):
     worker.emit("environment", {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR")})
 
@@ -67,6 +71,13 @@ def test_events_arrive_in_the_order_each_worker_sent_them():
     run_workers(report, 10, 2, lambda name, payload: events.append((name, *payload)))
     for rank in range(2):
         assert [event for event in events if event[1] == rank] == [("number", rank, 10 + n) for n in range(3)]
+
+
+def test_workers_leave_ctrl_c_to_their_parent():
+    events = []
+    run_workers(report_blocked_signals, None, 2, lambda name, payload: events.append(payload))
+    assert [signal.SIGINT in blocked for blocked in events] == [True, True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
 
 
 def test_a_worker_inherits_no_place_in_another_group(monkeypatch):

@@ -151,3 +151,9 @@ def test_other_runs_checkpoints_are_not_overwritten(trained, tmp_path, capsys):
     saving.save(gone, trained[1], 6, *trained[2:])
     text.unlink()
     assert "does not exist" in refused(["--resume", run.save], capsys)
+
+
+def test_a_run_may_save_where_it_resumed(trained):
+    run = trained[0]
+    path = saving.save(run, trained[1], 2, *trained[2:])
+    saving.check_target(replace(run, resume=path, first_step=2, save=f"{run.save}/../runs"))

@@ -38,7 +38,8 @@ def execute(options: Mapping[str, Any]) -> int:
         print(f"tpfused train: {failure}", file=sys.stderr)
         code = failure.code
     except KeyboardInterrupt:
-        print("tpfused train: interrupted", file=sys.stderr)
+        if worker is None or worker.rank == 0:
+            print("tpfused train: interrupted", file=sys.stderr)
         code = INTERRUPTED
     if worker is not None:
         sys.stdout.flush()

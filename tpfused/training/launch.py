@@ -16,7 +16,7 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
-from multiprocessing import connection
+from multiprocessing import connection, resource_tracker
 from typing import Any
 
 from tpfused.cli.errors import UserError
@@ -81,6 +81,8 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
     processes, pipes = [], {}
     try:
         # Ctrl-C reaches the whole foreground group. The workers inherit this mask: only the parent acts on it.
+        # (Starting the tracker, which the first worker would do, lifts the mask.)
+        resource_tracker.ensure_running()
         with _interrupts_blocked():
             for rank in range(world):
                 receiver, sender = context.Pipe(duplex=False)

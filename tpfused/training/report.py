@@ -144,7 +144,8 @@ class Report:
             f"  {times['communication']} of forward and backward are tensor-parallel communication, waiting included"
         )
         if run.device == "cpu" and run.world > 1:
-            self._say(f"on this CPU a rank, and the dense twin, has {run.threads} of the cores")
+            twin = "; so had the dense twin" if summary["dense"] else ""
+            self._say(f"each rank had {run.threads} of this CPU's cores{twin}")
 
     def _print_sample(self, sample: dict[str, str]) -> None:
         from rich.panel import Panel

@@ -38,7 +38,7 @@ def find(directory: str) -> dict[str, Any]:
     Raises:
         UserError: there is none, or the newest is damaged.
     """
-    root = Path(directory).absolute()
+    root = Path(directory).resolve()
     if not root.is_dir():
         raise UserError(f"--resume {directory}: there is no such directory")
     path = root if (root / META).is_file() else root / f"step-{max(_steps(root), default=0):06d}"
@@ -72,7 +72,7 @@ def check_target(run: RunConfig) -> None:
     except OSError as error:
         raise UserError(f"--save {run.save} cannot be written to: {error.strerror}") from error
     newest = max(_steps(root), default=None)
-    continued = run.resume and Path(run.resume) == root.absolute() / _name(run.first_step)
+    continued = run.resume and Path(run.resume) == root.resolve() / _name(run.first_step)
     if newest is not None and not (continued and newest == run.first_step):
         raise UserError(
             f"--save {run.save} holds a checkpoint of step {newest} already: --resume it, or choose another directory"
