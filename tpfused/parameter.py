@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -166,7 +167,7 @@ def init_weight(whole: Tensor, init_method: Callable[[Tensor], object] | None) -
     if init_method is not None:
         init_method(whole)
     else:
-        nn.init.kaiming_uniform_(whole, a=5**0.5)
+        nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
 
 
 @torch.no_grad()
@@ -175,7 +176,7 @@ def new_whole_bias(whole_weight: Tensor, init_method: Callable[[Tensor], object]
     out_features, in_features = whole_weight.shape
     bias = whole_weight.new_zeros(out_features)
     if init_method is None:
-        bound = in_features**-0.5 if in_features else 0.0
+        bound = 1 / math.sqrt(in_features)  # not in_features**-0.5, which some C libraries round otherwise
         bias.uniform_(-bound, bound)
     return bias
 
