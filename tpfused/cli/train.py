@@ -91,7 +91,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument(
         "--resume",
         metavar="DIR",
-        help="go on from the newest checkpoint in DIR, at any --tp and --dp; what is not given is as it was saved",
+        help="go on from the newest checkpoint in DIR (which all nodes can read), at any --tp and --dp; "
+        "options that are not given are as they were saved",
     )
     files.add_argument("--traceback", action="store_true", help="when a worker fails, show its traceback as well")
 

@@ -118,7 +118,7 @@ def _listen(processes, pipes, on_event) -> None:
                 continue
             try:
                 name, payload = item.recv()
-            except (EOFError, ConnectionError):
+            except (EOFError, OSError):  # ended, or killed in the middle of a message
                 pipes.pop(item)
                 continue
             if name == "failed":
