@@ -29,11 +29,13 @@ def report_environment(argument, worker):
 
 
 def fail_on_one(argument, worker):
-    """The named rank ends as told once the others, who wait, are there; then they fail for want of it."""
-    rank, ending = argument
+    """Rank 1 ends as told. The others wait, or for "kill late" fail just before it does, as in a broken collective."""
+    ending, folder = argument
     worker.emit("ready", os.getpid())
-    if worker.rank != rank:
-        time.sleep(1.0 if ending == "kill first" else FOREVER)
+    doomed = folder / "doomed"
+    if worker.rank != 1:
+        while not (ending == "kill late" and doomed.exists()):
+            time.sleep(0.01)
         raise ConnectionError("lost a peer")
     if ending == "raise":
         raise ZeroDivisionError("one\ntwo")
@@ -41,7 +43,8 @@ def fail_on_one(argument, worker):
         raise UserError("look here")
     if ending == "exit":
         os._exit(7)
-    time.sleep(0.9)
+    doomed.touch()
+    time.sleep(0.1)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -95,13 +98,13 @@ def test_a_worker_inherits_no_place_in_another_group(monkeypatch):
         ("user error", "look here", 2),
         ("exit", "worker 1 ended with exit code 7", 1),
         ("kill", "was killed by SIGKILL", 1),
-        ("kill first", "worker 1 (process", 1),
+        ("kill late", "worker 1 (process", 1),
     ],
 )
-def test_one_failure_ends_all_with_its_reason(ending, message, code):
+def test_one_failure_ends_all_with_its_reason(ending, message, code, tmp_path):
     pids = []
     with pytest.raises(WorkerFailed) as failure:
-        run_workers(fail_on_one, (1, ending), 3, lambda name, payload: pids.append(payload))
+        run_workers(fail_on_one, (ending, tmp_path), 3, lambda name, payload: pids.append(payload))
     assert message in str(failure.value) and "\n" not in str(failure.value)
     assert failure.value.code == code
     assert ("ZeroDivisionError" in failure.value.details) == (ending == "raise")
