@@ -146,6 +146,9 @@ def _entries(model: nn.Module) -> Iterator[_Entry]:
     packed = {}  # path of a packed child -> its packing and the paths of what it holds
     seen = set()
     for path, module in _walk(model, ()):
+        hidden = [name for name in getattr(module, "_shards", ()) if module._parameters.get(name) is None]
+        if hidden:
+            raise ValueError(f"{'.'.join((*path, hidden[0]))} is parametrized or pruned; make that permanent first")
         for child, packing in getattr(module, "packed_children", {}).items():
             packed[*path, child] = packing, [(*path, name) for name in packing.names]
         packing, paths = packed.get(path, (None, [path]))

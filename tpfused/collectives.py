@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tpfused.group import TPGroup
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
@@ -118,7 +119,7 @@ def _pad_rows(x: Tensor, rows: int) -> Tensor:
     return F.pad(x, (0, 0) * (x.ndim - 1) + (0, missing)) if missing else x.contiguous()
 
 
-# The conjugate pairs.
+# The conjugate pairs. Differentiable once: a second derivative would need other collectives, and autograd refuses it.
 
 
 class _CopyToGroup(torch.autograd.Function):
@@ -130,6 +131,7 @@ class _CopyToGroup(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return all_reduce(grad, ctx.group), None
 
@@ -142,6 +144,7 @@ class _ReduceFromGroup(torch.autograd.Function):
         return all_reduce(x, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return grad, None
 
@@ -155,6 +158,7 @@ class _ScatterToGroup(torch.autograd.Function):
         return own_slice(x, dim, group).contiguous()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return all_gather(grad, ctx.dim, ctx.total, ctx.group), None, None
 
@@ -168,6 +172,7 @@ class _GatherFromGroup(torch.autograd.Function):
         return all_gather(x_shard, dim, total, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return own_slice(grad, ctx.dim, ctx.group).contiguous(), None, None, None
 
@@ -181,6 +186,7 @@ class _AllGatherTokens(torch.autograd.Function):
         return all_gather(x_shard_m, dim, total, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return reduce_scatter(grad, ctx.dim, ctx.group), None, None, None
 
@@ -194,6 +200,7 @@ class _ReduceScatterTokens(torch.autograd.Function):
         return reduce_scatter(x, dim, group)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         return all_gather(grad, ctx.dim, ctx.total, ctx.group), None, None
 
@@ -207,6 +214,7 @@ class _CopyToReplicas(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx, grad):
         # Every shard has a slot, so that one all-reduce of the whole group sums each shard over its own replicas.
         slots = grad.new_zeros(ctx.group.size, *grad.shape)

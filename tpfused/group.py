@@ -36,6 +36,11 @@ class TPGroup:
         # A copy of a layer talks to the same ranks; process groups cannot be copied, nor should they be.
         return self
 
+    def __reduce__(self):
+        if self.process_group is None:
+            return TPGroup, (None, self.rank, self.size)
+        raise TypeError("a layer holds a process group and cannot be pickled whole; save its state_dict instead")
+
 
 def resolve_group(group: dist.ProcessGroup | TPGroup | None = None, mesh: DeviceMesh | None = None) -> TPGroup:
     """Find the tensor-parallel group to use.
@@ -101,12 +106,18 @@ def replica_mesh(group: TPGroup) -> DeviceMesh:
     """The mesh of a group `with_replicas`, reshaped to (shard, replica), for DTensors.
 
     Made once for a mesh and number of replicas. torch makes process groups for it, in which all ranks of the program
-    take
-    part: all tensor-parallel groups must build the same layers in the same order, as they do for one model.
+    take part: all tensor-parallel groups must build the same layers in the same order, as they do for one model.
     """
     key = (group.process_group, group.replicas)
     if key not in _REPLICA_MESHES:
-        name = (group.mesh.mesh_dim_names or ("tp",))[0]
+        names = group.mesh.mesh_dim_names
+        if names is None:  # only a mesh with names can be reshaped
+            from torch.distributed.device_mesh import DeviceMesh
+
+            grid = group.mesh.mesh.view(group.size, group.replicas)
+            _REPLICA_MESHES[key] = DeviceMesh(group.mesh.device_type, grid)
+            return _REPLICA_MESHES[key]
+        name = names[0]
         # Unflattened, not made anew: FSDP2 wants all meshes to have one root.
         _REPLICA_MESHES[key] = group.mesh._unflatten(
             0, (group.size, group.replicas), (f"{name}_shard", f"{name}_replica")

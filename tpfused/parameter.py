@@ -76,8 +76,8 @@ class ParallelModule(nn.Module):
             # FSDP2 puts parameters of its own in the place of ours. It knows of a shard only if that is a DTensor, and
             # would clip gradients and save checkpoints as if this rank's were the only one.
             raise ValueError(
-                f"{type(self).__name__}.{name} is no longer the tensor-parallel shard it was made as; under FSDP2, "
-                f"build the layers with mesh=, not group="
+                f"{type(self).__name__}.{name} was replaced by a parameter that is not known as a tensor-parallel "
+                f"shard; under FSDP2, build the layers with mesh=, not group="
             )
         return local(param)
 

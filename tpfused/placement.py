@@ -32,8 +32,28 @@ def shard_info(param: Tensor) -> ShardInfo | None:
 
 def local(param: Tensor | None) -> Tensor | None:
     """What this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
-    to_local = getattr(param, "to_local", None)
-    return param if to_local is None else to_local()
+    return _ToLocal.apply(param) if hasattr(param, "to_local") else param
+
+
+class _ToLocal(torch.autograd.Function):
+    """A DTensor -> its local tensor. Backward: the local gradient -> a DTensor laid out exactly as the parameter.
+
+    `DTensor.to_local` would derive the gradient's strides from its local ones, which is wrong for uneven shards of the
+    last dimension; torch 2.11 then makes each rank hold the whole of the gradient.
+    """
+
+    @staticmethod
+    def forward(ctx, param):
+        ctx.place = {"device_mesh": param.device_mesh, "placements": param.placements}
+        ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        part = param.to_local()
+        return part.view_as(part)
+
+    @staticmethod
+    def backward(ctx, grad):
+        from torch.distributed.tensor import DTensor
+
+        return DTensor.from_local(grad.contiguous(), **ctx.place, run_check=False, **ctx.whole)
 
 
 def splits(param: Tensor) -> list[ShardInfo]:

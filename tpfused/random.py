@@ -13,20 +13,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+import torch.distributed as dist
 
-from tpfused.group import TPGroup
+from tpfused.group import TPGroup, resolve_group
 
 
 @contextmanager
-def rank_rng(group: TPGroup, device: torch.device) -> Iterator[None]:
+def rank_rng(group: dist.ProcessGroup | TPGroup | None, device: torch.device | str) -> Iterator[None]:
     """Inside, `device`'s default generator draws a stream of this rank's own.
 
     The stream is derived from the default generator's state and the rank, and the default generator moves on by one
     draw on leaving, however much was drawn inside. There is no state besides torch's: whatever replays torch's
     generator (activation checkpointing, a saved RNG state) replays the region, and the ranks stay in step outside.
 
-    In a group of one nothing changes.
+    `group` is the tensor-parallel group, as a layer takes it. In a group of one nothing changes.
     """
+    group, device = resolve_group(group), torch.device(device)
     if group.size == 1:
         yield
         return

@@ -139,6 +139,7 @@ def vocab_parallel_embedding(
 
     forward: partial (owned) rows all-reduced, or reduce-scattered along `sequence_dim`.
     wgrad:   dy as it is, or all-gathered; then local. `padding_idx` is a global id and gets no gradient.
+    saved:   the ids.
     """
     start, stop = shard_range(num_embeddings, group.size, group.rank)
     owned = (ids >= start) & (ids < stop)
@@ -168,6 +169,9 @@ def vocab_parallel_cross_entropy(
 
     forward: one all-reduce of the maximum, one of (sum of exponentials, target logit, sum of logits).
     dgrad:   local.
+    saved:   the float32 logits below the maximum, and their exponentials.
+
+    An ignored token's loss is 0; one with a label outside the vocabulary is NaN.
     """
     logits = logits_shard_v.to(torch.promote_types(logits_shard_v.dtype, torch.float32))
     start, stop = shard_range(vocab_size, group.size, group.rank)
@@ -190,7 +194,8 @@ def vocab_parallel_cross_entropy(
     if z_loss:
         # PaLM (Chowdhery et al., 2022, section 5).
         loss = loss + z_loss * (exp_sum.log() + top).square()
-    return loss.masked_fill(target == ignore_index, 0)
+    outside = (target < 0) | (target >= vocab_size)
+    return loss.masked_fill(outside, torch.nan).masked_fill(target == ignore_index, 0)
 
 
 def reduce_loss(loss: Tensor, target: Tensor, ignore_index: int, reduction: str) -> Tensor:
@@ -200,12 +205,18 @@ def reduce_loss(loss: Tensor, target: Tensor, ignore_index: int, reduction: str)
     return loss.sum() if reduction == "sum" else loss.sum() / (target != ignore_index).sum()
 
 
+def autocast_dtype(x: Tensor) -> torch.dtype | None:
+    """What autocast makes of a matmul's input on `x`'s device; None where it is off, or not to be had (meta)."""
+    device = x.device.type
+    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
+    return None
+
+
 def _cast_for_autocast(x: Tensor) -> Tensor:
     """What autocast would do to a matmul's input, done before the collective: half the bytes to move."""
-    device = x.device.type
-    if torch.is_autocast_enabled(device) and x.dtype != torch.float64:
-        return x.to(torch.get_autocast_dtype(device))
-    return x
+    dtype = autocast_dtype(x)
+    return x if dtype is None or x.dtype == torch.float64 else x.to(dtype)
 
 
 # Dense: one device, whole weights by their unpacked names, `[batch, tokens, hidden]` throughout.

@@ -10,8 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpfused import reference
-from tpfused.collectives import copy_to_replicas, own_slice
+from tpfused.collectives import copy_to_group, copy_to_replicas, own_slice
 from tpfused.group import resolve_group, with_replicas
+from tpfused.layers import checks
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
@@ -38,8 +39,9 @@ class ParallelAttention(nn.Module):
     it, their gradients summed over those ranks.
 
     Shapes: input and output ``[tokens, batch, hidden]`` or ``[batch, tokens, hidden]``, this rank's tokens under
-    sequence parallelism. `mask` covers all tokens: boolean (True attends) ``[batch, keys]``, or boolean or additive and
-    broadcastable to ``[batch, num_heads, queries, keys]``. A token that may attend to nothing gets zeros.
+    sequence parallelism. `mask` covers all tokens: boolean (True attends) ``[batch, keys]``, or boolean or additive,
+    four-dimensional and broadcastable to ``[batch, num_heads, queries, keys]``. A token that may attend to nothing gets
+    zeros from attention (and then the output projection's bias).
 
     Raises:
         ValueError: head counts that do not divide, a mask that does not broadcast, and as `ColumnParallelLinear`.
@@ -104,10 +106,12 @@ class ParallelAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None, *, total_len: int | None = None) -> Tensor:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
-        if x.ndim != 3:
-            raise ValueError(f"ParallelAttention: expected a three-dimensional input, got shape {tuple(x.shape)}")
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"ParallelAttention: expected a three-dimensional tensor, got {got}")
+        if mask is not None:
+            mask = self._own_mask(mask, x, total_len)
         q, k, v = self._heads(self._project(x, total_len))
-        mask = self._own_mask(mask, q)
         region = rank_rng(self.group, x.device) if self.training and self.dropout else nullcontext()
         with region:
             out = scaled_dot_product_attention(q, k, v, mask, self.causal, self.dropout * self.training)
@@ -146,24 +150,28 @@ class ParallelAttention(nn.Module):
             k = reference.rotary(k, positions, self.rope_theta)
         return q, k, v
 
-    def _own_mask(self, mask: Tensor | None, q: Tensor) -> Tensor | None:
+    def _own_mask(self, mask: Tensor, x: Tensor, total_len: int | None) -> Tensor:
         """As `scaled_dot_product_attention` wants it: four-dimensional, this rank's heads of a mask that has heads."""
-        if mask is None:
-            return None
-        if mask.dtype != torch.bool and not mask.is_floating_point():
-            raise TypeError(f"ParallelAttention: the mask must be boolean or floating-point, not {mask.dtype}")
-        if mask.device != q.device:
-            raise ValueError(f"ParallelAttention: the mask is on {mask.device}, the input on {q.device}")
-        batch, _, tokens, _ = q.shape
+        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+            raise TypeError(
+                f"ParallelAttention: the mask must be a boolean or floating-point tensor, "
+                f"not {getattr(mask, 'dtype', type(mask).__name__)}"
+            )
+        if mask.device != x.device:
+            raise ValueError(f"ParallelAttention: the mask is on {mask.device}, the input on {x.device}")
+        batch, tokens = x.shape[1 - self.sequence_dim], x.shape[self.sequence_dim]
+        if self.sequence_parallel:
+            tokens = checks.total_tokens(x, self.sequence_dim, total_len, self.group, "ParallelAttention")
         whole = (batch, self.num_heads, tokens, tokens)
-        if mask.ndim == 2 and mask.dtype == torch.bool and mask.shape == (batch, tokens):
+        if mask.dtype == torch.bool and mask.shape == (batch, tokens):
             mask = mask[:, None, None, :]
-        fits = mask.ndim == 4 and all(m in (1, w) for m, w in zip(mask.shape, whole, strict=True))
-        if not fits:
+        if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, whole, strict=True)):
             raise ValueError(
                 f"ParallelAttention: a mask of shape {tuple(mask.shape)} is neither {(batch, tokens)} (boolean, "
-                f"per key) nor broadcastable to {whole}"
+                f"per key) nor four-dimensional and broadcastable to {whole}"
             )
+        if mask.requires_grad:
+            mask = copy_to_group(mask, self.group)  # each rank's heads give a part of a learned bias's gradient
         return own_slice(mask, 1, self.group) if mask.shape[1] > 1 else mask
 
 
@@ -181,6 +189,8 @@ def scaled_dot_product_attention(
         k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     if mask is None:
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+    if mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
     if causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         mask = mask & ~future if mask.dtype == torch.bool else mask.masked_fill(future, -torch.inf)
@@ -191,7 +201,7 @@ def scaled_dot_product_attention(
         mask = mask | dead
     else:
         dead = (mask == -torch.inf).all(-1, keepdim=True)
-        mask = mask.masked_fill(dead, 0).to(q.dtype)
+        mask = mask.masked_fill(dead, 0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return out.masked_fill(dead, 0)
 

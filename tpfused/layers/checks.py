@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tpfused.group import TPGroup
+from tpfused.reference import autocast_dtype
 from tpfused.sharding import shard_size
 
 ACTIVATIONS = (None, "gelu", "gelu_tanh", "relu", "silu")
@@ -25,7 +26,7 @@ def check_backend(backend: str | None) -> None:
 
 
 def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
-    """`x` is ``[..., features]``, on the weight's device and of its dtype (any floating dtype under autocast)."""
+    """`x` is ``[..., features]``, on the weight's device and of its dtype (any but float64 under autocast)."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{layer}: the input must be a tensor, not {type(x).__name__}")
     if x.ndim < 1 or x.shape[-1] != features:
@@ -36,8 +37,14 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
         raise ValueError(f"{layer}: the input is on {x.device}, the weight on {weight.device}")
     if not x.is_floating_point():
         raise TypeError(f"{layer}: the input must be floating-point, not {x.dtype}")
-    if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
+    casts = autocast_dtype(x) is not None and torch.float64 not in (x.dtype, weight.dtype)
+    if x.dtype != weight.dtype and not casts:
         raise TypeError(f"{layer}: the input is {x.dtype}, the weight {weight.dtype}")
+
+
+def check_sequence_dim(sequence_dim: int) -> None:
+    if not isinstance(sequence_dim, int):
+        raise TypeError(f"sequence_dim must be an integer, not {sequence_dim!r}")
 
 
 def token_dim(x: Tensor, sequence_dim: int, layer: str, *, has_features: bool = True) -> int:
@@ -57,6 +64,8 @@ def total_tokens(x_shard: Tensor, dim: int, total_len: int | None, group: TPGrou
     """
     if total_len is None:
         return x_shard.shape[dim] * group.size
+    if not isinstance(total_len, int):
+        raise TypeError(f"{layer}: total_len must be an integer, not {total_len!r}")
     own = shard_size(total_len, group.size, group.rank)
     if x_shard.shape[dim] != own:
         raise ValueError(

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from tpfused import reference
 from tpfused.collectives import own_slice
 from tpfused.layers import checks
-from tpfused.layers.ids import IdCheck
+from tpfused.layers.ids import IdCheck, check_mode
 from tpfused.parameter import ParallelModule, check_size, local
 
 
@@ -53,7 +53,11 @@ class VocabParallelEmbedding(ParallelModule):
         super().__init__(group, mesh)
         check_size(num_embeddings, "num_embeddings")
         check_size(embedding_dim, "embedding_dim")
+        checks.check_sequence_dim(sequence_dim)
+        check_mode(check)
         if padding_idx is not None:
+            if not isinstance(padding_idx, int):
+                raise TypeError(f"padding_idx must be an integer, not {padding_idx!r}")
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
             padding_idx %= num_embeddings

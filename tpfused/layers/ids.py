@@ -8,11 +8,16 @@ from torch import Tensor
 CHECK_MODES = ("async", "sync", "off")
 
 
+def check_mode(mode: str) -> None:
+    if mode not in CHECK_MODES:
+        raise ValueError(f"check must be one of {', '.join(CHECK_MODES)}, not {mode!r}")
+
+
 class IdCheck:
     """Checks ids against ``[0, size)`` for one caller.
 
     On the CPU, and with mode "sync", bad ids raise at once. On a GPU the extremes are copied to the host beside the
-    work, and a bad one raises at this check's next call; `out_of_range` tells where to write NaN, so that nothing
+    work, and a bad one raises at this check's next call; the returned mask tells where to write NaN, so that nothing
     computed from bad ids looks right meanwhile. Nothing is checked in mode "off", under graph capture, or while
     compiling.
     """
@@ -33,8 +38,7 @@ class IdCheck:
         Raises:
             ValueError: an id of this call (at once) or of the previous one (on a GPU) is out of range.
         """
-        if mode not in CHECK_MODES:
-            raise ValueError(f"check must be one of {', '.join(CHECK_MODES)}, not {mode!r}")
+        check_mode(mode)
         self._raise_pending()
         if mode == "off" or ids.numel() == 0 or ids.is_meta or torch.compiler.is_compiling():
             return None

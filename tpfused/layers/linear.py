@@ -34,7 +34,8 @@ class ColumnParallelLinear(LinearParameters):
             DeviceMesh (DTensor parameters).
 
     Shapes: input ``[..., in]``; output ``[..., out shard]``, or ``[..., out]`` with `gather_output`. Under sequence
-    parallelism the input's `sequence_dim` is this rank's part and the output's is whole.
+    parallelism the input's `sequence_dim` is this rank's part and the output's is whole; without `total_len` all ranks
+    must hold equally many tokens, which none can see alone.
 
     Raises:
         ValueError: a wrong number of features, another device, tokens that do not fit `total_len`, an activation
@@ -62,6 +63,7 @@ class ColumnParallelLinear(LinearParameters):
     ):
         checks.check_activation(activation)
         checks.check_backend(backend)
+        checks.check_sequence_dim(sequence_dim)
         if skip_bias_add and activation is not None:
             raise ValueError(f"skip_bias_add leaves the bias out, so activation {activation!r} cannot follow it")
         super().__init__(
@@ -199,6 +201,7 @@ class RowParallelLinear(LinearParameters):
         dtype=None,
     ):
         checks.check_backend(backend)
+        checks.check_sequence_dim(sequence_dim)
         super().__init__(
             in_features,
             out_features,

@@ -31,11 +31,12 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: ``[..., vocabulary shard]``, floating; computed in float32 (float64 for float64). Not changed.
         target: int64 ``[...]``, global ids, the same on every rank; `ignore_index` marks tokens left out.
-        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are as wide as this one.
+        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are as wide as this one;
+            uneven shards, and gathered logits, are then taken for something else.
         label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
         z_loss: the weight of ``log(Z)**2``, added to each token's loss.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
-        check: labels outside the vocabulary, as `VocabParallelEmbedding` treats ids.
+        check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN.
         group: the ProcessGroup over which the vocabulary is split.
 
     Returns:
@@ -47,9 +48,9 @@ def vocab_parallel_cross_entropy(
         TypeError: labels that are not int64, logits that are not floating.
     """
     group = resolve_group(group)
-    vocab_size = _check_arguments(logits, target, vocab_size, label_smoothing, reduction, group)
+    vocab_size = _check_arguments(logits, target, vocab_size, ignore_index, label_smoothing, reduction, group)
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
-    bad = check_labels(target, vocab_size, check, ignore_index)
+    check_labels(target, vocab_size, check, ignore_index)
     loss = reference.vocab_parallel_cross_entropy(
         logits,
         target,
@@ -59,8 +60,6 @@ def vocab_parallel_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
-    if bad is not None:
-        loss = loss.masked_fill(bad, torch.nan)
     return reference.reduce_loss(loss, target, ignore_index, reduction)
 
 
@@ -68,17 +67,27 @@ def _check_arguments(
     logits: Tensor,
     target: Tensor,
     vocab_size: int | None,
+    ignore_index: int,
     label_smoothing: float,
     reduction: str,
     group: TPGroup,
 ) -> int:
+    """-> the size of the whole vocabulary."""
+    for what, value in (("logits", logits), ("labels", target)):
+        if not isinstance(value, Tensor):
+            raise TypeError(f"{what} must be a tensor, not {type(value).__name__}")
+    for what, value in (("vocab_size", vocab_size), ("ignore_index", ignore_index)):
+        if not isinstance(value, int) and (what, value) != ("vocab_size", None):
+            raise TypeError(f"{what} must be an integer, not {value!r}")
     if not logits.is_floating_point():
         raise TypeError(f"logits must be floating-point, not {logits.dtype}")
     if target.dtype != torch.int64:
         raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
     if logits.device != target.device:
         raise ValueError(f"the logits are on {logits.device}, the labels on {target.device}")
-    if logits.ndim < 1 or logits.shape[:-1] != target.shape:
+    if logits.ndim < 1:
+        raise ValueError("logits must have a vocabulary dimension, got a single number")
+    if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"not {tuple(target.shape)}"

@@ -10,6 +10,7 @@ from tpfused import reference
 from tpfused.layers import checks
 from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
 from tpfused.packing import GateUpPacking
+from tpfused.parameter import check_size
 from tpfused.sharding import padded_shard_size
 
 
@@ -42,6 +43,8 @@ class ParallelMLP(nn.Module):
         dtype=None,
     ):
         super().__init__()
+        check_size(hidden_size, "hidden_size")
+        check_size(ffn_size, "ffn_size")
         common = {
             "sequence_parallel": sequence_parallel,
             "sequence_dim": sequence_dim,
@@ -89,6 +92,8 @@ class ParallelGatedMLP(nn.Module):
         dtype=None,
     ):
         super().__init__()
+        check_size(hidden_size, "hidden_size")
+        check_size(ffn_size, "ffn_size")
         checks.check_activation(activation)
         common = {
             "sequence_parallel": sequence_parallel,

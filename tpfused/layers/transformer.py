@@ -189,8 +189,9 @@ class ParallelTransformer(nn.Module):
 
     def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
         config = self.config
-        if ids.ndim != 2:
-            raise ValueError(f"ParallelTransformer: expected ids [batch, tokens], got shape {tuple(ids.shape)}")
+        if not isinstance(ids, Tensor) or ids.ndim != 2:
+            got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
+            raise ValueError(f"ParallelTransformer: expected ids [batch, tokens], got {got}")
         tokens = ids.shape[1]
         if tokens > config.max_positions:
             raise ValueError(f"{tokens} tokens are more than max_positions {config.max_positions}")
@@ -212,6 +213,11 @@ class ParallelTransformer(nn.Module):
 
     def loss(self, ids: Tensor, labels: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """`vocab_parallel_cross_entropy` of the logits; `labels` is int64 ``[batch, tokens]``, `options` go through."""
+        if labels.dtype != torch.int64 or labels.shape != ids.shape:
+            error = TypeError if labels.dtype != torch.int64 else ValueError
+            raise error(
+                f"labels must be int64 of the ids' shape {tuple(ids.shape)}, not {labels.dtype} {tuple(labels.shape)}"
+            )
         return vocab_parallel_cross_entropy(
             self(ids, mask), labels, vocab_size=self.config.vocab_size, group=self.group, **options
         )

@@ -1,0 +1,174 @@
+"""What a layer must refuse, or do right, where a user goes off the usual path."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+import torch.nn.utils.parametrize
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from tests.compare import Block, assert_close, refuses
+from tpfused import (
+    ColumnParallelLinear,
+    ParallelAttention,
+    ParallelMLP,
+    ParallelTransformer,
+    RowParallelLinear,
+    TransformerConfig,
+    full_state_dict,
+    rank_rng,
+    vocab_parallel_cross_entropy,
+)
+from tpfused.collectives import all_gather, all_reduce
+from tpfused.group import TPGroup, resolve_group
+
+
+def check_second_derivative(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    for layer in (
+        ParallelMLP(4, 8, dtype=torch.float64, device=block.device, **block.place),
+        ColumnParallelLinear(4, 8, gather_output=True, dtype=torch.float64, device=block.device, **block.place),
+        RowParallelLinear(4, 8, input_is_parallel=False, dtype=torch.float64, device=block.device, **block.place),
+    ):
+        x = block.randn(3, 4).requires_grad_()
+        (grad,) = torch.autograd.grad(layer(x).square().sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            grad.square().sum().backward()
+
+
+@pytest.mark.parametrize("tp", [2, 4], indirect=True)
+def test_second_derivatives_are_refused(workers, tp):
+    workers.run(check_second_derivative, tp)
+
+
+def check_learned_mask(ctx, tp, seed):
+    """The gradient of a bias on the attention scores is whole on each rank, for each head or common to all."""
+    block = Block(ctx, tp, "group", seed)
+    group = resolve_group(block.group)
+    for heads in (4, 1):
+        torch.manual_seed(block.seed)
+        dense = ParallelAttention(8, 4, dtype=torch.float64, device=block.device, group=TPGroup(None, 0, 1))
+        torch.manual_seed(block.seed)
+        layer = ParallelAttention(8, 4, dtype=torch.float64, device=block.device, **block.place)
+        x, bias = block.randn(5, 2, 8), block.randn(1, heads, 5, 5)
+        expected, mine = (bias.clone().requires_grad_() for _ in range(2))
+        dense(x, expected).square().sum().backward()
+        layer(x, mine).square().sum().backward()
+        assert_close(mine.grad, expected.grad, f"bias of {heads} heads")
+        assert torch.equal(all_reduce(mine.grad, group) / tp, mine.grad)
+
+
+def test_a_learned_mask_gets_its_whole_gradient(workers, tp, seed):
+    workers.run(check_learned_mask, tp, seed)
+
+
+def check_rank_rng(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    torch.manual_seed(0)
+    draws = []
+    for group in (block.group, resolve_group(block.group)):
+        torch.manual_seed(0)
+        with rank_rng(group, str(block.device)):
+            draws.append(torch.rand(4, device=block.device))
+    assert torch.equal(*draws)
+    of_all = all_gather(draws[0][None], 0, tp, resolve_group(block.group))
+    assert len(of_all.unique(dim=0)) == tp
+
+
+def test_rank_rng_takes_what_layers_take(workers, tp):
+    workers.run(check_rank_rng, tp)
+
+
+def check_masks_are_refused_first(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    options = {"sequence_parallel": True, "dtype": torch.float64, "device": block.device, **block.place}
+    layer = ParallelAttention(8, 4, **options)
+    x = block.randn(2, 3, 8)
+    for mask, error in (
+        (torch.ones(7, 7, dtype=torch.bool, device=block.device), ValueError),
+        (torch.ones(3, 2 * tp, device=block.device), ValueError),
+        (torch.ones(3, 2 * tp, dtype=torch.int64, device=block.device), TypeError),
+        (torch.ones(3, 2 * tp, dtype=torch.bool, device="meta"), ValueError),
+        ([[True]], TypeError),
+    ):
+        with refuses(error):
+            layer(x, mask)
+    with refuses(TypeError, "6.0"):
+        layer(x, total_len=6.0)
+    model = ParallelTransformer(
+        TransformerConfig.gpt(vocab_size=9, hidden_size=8, num_layers=1, num_heads=4, ffn_size=8, max_positions=8),
+        device=block.device,
+        **block.place,
+    )
+    ids = torch.zeros(2, 3, dtype=torch.int64, device=block.device)
+    with refuses(TypeError, "float32"):
+        model.loss(ids, ids.float())
+    with refuses(ValueError, (2, 3), (2, 2)):
+        model.loss(ids, ids[:, :2])
+
+
+def test_masks_and_labels_are_refused_before_any_collective(workers, tp):
+    workers.run(check_masks_are_refused_first, tp)
+
+
+def check_mesh_without_names(ctx, tp):
+    start = ctx.rank - ctx.rank % tp
+    meshes = [DeviceMesh(ctx.device.type, list(range(s, s + tp))) for s in range(0, ctx.world, tp)]
+    mesh = meshes[start // tp]
+    layer = ParallelAttention(16, 4, 1, mesh=mesh, device=ctx.device)
+    assert layer.k.weight.shape == (4, 16)
+    layer(torch.ones(2, 3, 16, device=ctx.device)).sum().backward()
+    assert layer.k.weight.grad.placements == layer.k.weight.placements
+
+
+@pytest.mark.parametrize("tp", [2, 4], indirect=True)
+def test_shared_heads_on_a_mesh_without_names(workers, tp):
+    workers.run(check_mesh_without_names, tp)
+
+
+def check_hidden_shards(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    layer = ColumnParallelLinear(4, 8, device=block.device, **block.place)
+    torch.nn.utils.parametrizations.weight_norm(layer)
+    with pytest.raises(ValueError, match="weight is parametrized"):
+        full_state_dict(layer)
+    with pytest.raises(TypeError, match="state_dict"):
+        pickle.dumps(ColumnParallelLinear(4, 8, device=block.device, **block.place))
+
+
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_a_shard_that_cannot_be_seen_is_not_saved_as_whole(workers, tp):
+    workers.run(check_hidden_shards, tp)
+
+
+def test_meta_tensors_pass_through():
+    alone = {"group": TPGroup(None, 0, 1), "device": "meta"}
+    out = RowParallelLinear(6, 4, **alone)(ColumnParallelLinear(4, 6, **alone)(torch.ones(2, 4, device="meta")))
+    assert out.is_meta and out.shape == (2, 4)
+
+
+def test_one_process_pickles_and_copies():
+    layer = ColumnParallelLinear(4, 6, group=TPGroup(None, 0, 1))
+    for other in (pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer)):
+        assert torch.equal(other.weight, layer.weight)
+
+
+def test_masks_that_become_infinite_in_half_precision():
+    attention = ParallelAttention(8, 2, group=TPGroup(None, 0, 1), dtype=torch.float16)
+    nn.init.zeros_(attention.out.bias)
+    mask = torch.full((1, 1, 3, 3), torch.finfo(torch.float32).min)
+    assert torch.equal(attention(torch.ones(3, 1, 8, dtype=torch.float16), mask), torch.zeros(3, 1, 8).half())
+
+
+@pytest.mark.parametrize("sequence_dim", [None, 0.0, "0"])
+def test_a_sequence_dim_that_is_no_integer_is_refused(sequence_dim):
+    with pytest.raises(TypeError, match="sequence_dim"):
+        ColumnParallelLinear(4, 6, sequence_parallel=True, sequence_dim=sequence_dim, group=TPGroup(None, 0, 1))
+
+
+def test_unchecked_labels_outside_the_vocabulary_give_nan():
+    logits, target = torch.randn(3, 8), torch.tensor([1, 99, -100])
+    loss = vocab_parallel_cross_entropy(logits, target, check="off", reduction="none", group=TPGroup(None, 0, 1))
+    assert loss.isnan().tolist() == [False, True, False] and loss[2] == 0
