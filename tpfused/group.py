@@ -110,14 +110,12 @@ def replica_mesh(group: TPGroup) -> DeviceMesh:
     """
     key = (group.process_group, group.replicas)
     if key not in _REPLICA_MESHES:
-        names = group.mesh.mesh_dim_names
-        if names is None:  # only a mesh with names can be reshaped
-            from torch.distributed.device_mesh import DeviceMesh
-
-            grid = group.mesh.mesh.view(group.size, group.replicas)
-            _REPLICA_MESHES[key] = DeviceMesh(group.mesh.device_type, grid)
-            return _REPLICA_MESHES[key]
-        name = names[0]
+        if group.mesh.mesh_dim_names is None:
+            raise ValueError(
+                f"{group.size} key-value heads on {group.size * group.replicas} ranks need a mesh whose dimension has "
+                f'a name, as in init_device_mesh(..., mesh_dim_names=("tp",)): only such a mesh can be reshaped'
+            )
+        (name,) = group.mesh.mesh_dim_names
         # Unflattened, not made anew: FSDP2 wants all meshes to have one root.
         _REPLICA_MESHES[key] = group.mesh._unflatten(
             0, (group.size, group.replicas), (f"{name}_shard", f"{name}_replica")
