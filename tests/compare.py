@@ -246,9 +246,11 @@ def assert_within_rule(
 ) -> None:
     """The project's tolerance: at most twice the error of eager torch in the same dtype, and two roundings.
 
-    For the tensor and for each of its rows. `expected` is the whole float64 result, `eager` the whole dense one in the
-    dtype of `actual`, which is its `part`. Where roundings pass through a `chain` of operations, luck decides who is
-    nearer, most of all in rows whose values cancel: tenfold then, and for the tensor only.
+    For the tensor, and in half precision for each of its rows: in float32 nothing is rounded but the sums, and a row in
+    which eager's order of summation happens to be lucky proves nothing. `expected` is the whole float64 result, `eager`
+    the whole dense one in the dtype of `actual`, which is its `part`. Where roundings pass through a `chain` of
+    operations, luck decides who is nearer, most of all in rows whose values cancel: tenfold then, and for the tensor
+        only.
     """
     assert actual.dtype == eager.dtype, f"{what}: {actual.dtype}, not {eager.dtype}"
     assert actual.shape == part(expected).shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
@@ -258,7 +260,7 @@ def assert_within_rule(
     rounding = 2 * torch.finfo(actual.dtype).eps * expected.abs()
     excess = error.max() - (allowed.max() + rounding.max()) * (10 if chain else 1)
     assert excess <= 0, f"{what}: the error exceeds the rule by {excess}"
-    if actual.ndim > 1 and not chain:
+    if actual.ndim > 1 and actual.dtype != torch.float32 and not chain:
         limit = allowed.amax(-1, keepdim=True) + rounding.amax(-1, keepdim=True)
         excess = (error - part(limit.expand_as(expected))).max()
         assert excess <= 0, f"{what}: a row's error exceeds the rule by {excess}"
