@@ -222,26 +222,38 @@ def _cast_for_autocast(x: Tensor) -> Tensor:
 # Dense: one device, whole weights by their unpacked names, `[batch, tokens, hidden]` throughout.
 
 
+def scale_mask_softmax(
+    scores: Tensor, mask: Tensor | None = None, scale: float = 1.0, causal: bool | str = False
+) -> Tensor:
+    """``softmax(scores * scale + mask)`` over the last dimension; rows with nothing to attend to give zeros.
+
+    `mask` is boolean (True attends) or additive; `causal` True or "top_left" lets query i see keys 0..i, "bottom_right"
+    the last query all keys.
+    """
+    scores = scores * scale
+    if mask is not None:
+        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+    if causal:
+        queries, keys = scores.shape[-2:]
+        seen = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+        scores = scores.masked_fill(~seen.tril(keys - queries if causal == "bottom_right" else 0), -torch.inf)
+    masked_row = (scores == -torch.inf).all(-1, keepdim=True)
+    return scores.masked_fill(masked_row, 0).softmax(-1).masked_fill(masked_row, 0)
+
+
 def attention_core(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, causal: bool = False, scale: float | None = None
 ) -> Tensor:
     """``softmax(q @ k.T * scale + mask) @ v`` (Vaswani et al., 2017, eq. 1); rows with nothing to attend to give zeros.
 
     `q` is ``[batch, heads, queries, d]``, `k` and `v` ``[batch, kv_heads, keys, d]``, heads a multiple of kv_heads;
-    `mask` is boolean (True attends) or additive, broadcastable to ``[batch, heads, queries, keys]``; `causal` is
-    aligned at the top left; `scale` defaults to ``d ** -0.5``.
+    `mask` is broadcastable to ``[batch, heads, queries, keys]``; mask and `causal` as in `scale_mask_softmax`; `scale`
+    defaults to ``d ** -0.5``.
     """
     groups = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
-    scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
-    if mask is not None:
-        scores = scores.masked_fill(~mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
-    if causal:
-        keep = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-        scores = scores.masked_fill(~keep, -torch.inf)
-    masked_row = (scores == -torch.inf).all(-1, keepdim=True)
-    probabilities = scores.masked_fill(masked_row, 0).softmax(-1).masked_fill(masked_row, 0)
-    return probabilities @ v
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    return scale_mask_softmax(q @ k.transpose(-1, -2), mask, scale, causal) @ v
 
 
 def cross_entropy(

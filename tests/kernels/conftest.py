@@ -1,0 +1,25 @@
+"""Kernels run on the GPU, or on the CPU in Triton's interpreter, which has to be chosen before a kernel is defined."""
+
+import os
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request):
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    if request.param == "cuda" and not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    return torch.device(request.param)
+
+
+@pytest.fixture
+def dtypes(device):
+    """What to test in: the interpreter has no bfloat16."""
+    half = [torch.float16, torch.bfloat16] if device.type == "cuda" else [torch.float16]
+    return [torch.float64, torch.float32, *half]

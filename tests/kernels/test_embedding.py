@@ -1,0 +1,61 @@
+"""The masked embedding against a dense table, shard by shard."""
+
+import pytest
+import torch
+
+from tpfused.kernels.embedding import accumulate_gradient, embedding
+
+SHARDS = [(0, 5), (5, 5), (5, 13)]  # one is empty
+
+
+@pytest.mark.parametrize("features", [1, 5, 40])
+def test_shards_together_are_the_dense_table(device, dtypes, features):
+    for dtype in dtypes:
+        table = torch.randn(13, features, device=device, dtype=dtype)
+        ids = torch.randint(13, (3, 7), device=device)
+        ids[0, :3] = 4  # a row with several tokens
+        dy = torch.randn(3, 7, features, device=device, dtype=dtype)
+        expected = torch.zeros(13, features, device=device, dtype=torch.float64)
+        expected.index_add_(0, ids.flatten(), dy.flatten(0, 1).double())
+        expected[6] = 0
+        total = 0
+        for start, stop in SHARDS:
+            weight = table[start:stop].clone().requires_grad_()
+            out = embedding(ids, weight, start, 13, padding_idx=6)
+            out.backward(dy)
+            total = total + out.detach()
+            rounding = torch.finfo(dtype).eps * expected.abs().max()
+            assert (weight.grad.double() - expected[start:stop]).abs().le(rounding).all()
+            main_grad = torch.ones(stop - start, features, device=device, dtype=torch.float32)
+            if dtype != torch.float64:
+                accumulate_gradient(main_grad, ids, dy, start, padding_idx=6)
+                torch.testing.assert_close(main_grad.double(), 1 + expected[start:stop], rtol=1e-5, atol=1e-5)
+        assert torch.equal(total, table[ids])
+
+
+def test_ids_outside_the_vocabulary_give_nan(device):
+    weight = torch.randn(5, 4, device=device)
+    ids = torch.tensor([13, -1, 7, 0], device=device)
+    assert embedding(ids, weight, 0, 13).isnan().all(1).tolist() == [True, True, False, False]
+    assert embedding(ids, weight, 0, 13, check=False)[:3].eq(0).all()
+
+
+def test_operator_strides_and_nothing_to_do(device):
+    weight = torch.randn(5, 8, device=device)
+    ids = torch.tensor([[0, 4], [9, 2]], device=device)
+    ids = ids.clamp(max=4)
+    assert torch.equal(embedding(ids.t(), weight[:, ::2]), embedding(ids, weight)[..., ::2].transpose(0, 1))
+    assert embedding(ids[:0], weight).shape == (0, 2, 8)
+    torch.library.opcheck(torch.ops.tpfused.embedding.default, (ids, weight.requires_grad_(), 0, 13, -1, True))
+
+
+def test_bad_input_is_refused(device):
+    weight, ids = torch.randn(5, 4, device=device), torch.tensor([1], device=device)
+    for error, told, arguments in (
+        (TypeError, "float32", {"ids": ids.float()}),
+        (ValueError, r"\(5,\)", {"weight": weight[:, 0]}),
+        (ValueError, "meta", {"ids": ids.to("meta")}),
+        (ValueError, "rows 10 to 15", {"vocab_start": 10, "vocab_size": 13}),
+    ):
+        with pytest.raises(error, match=told):
+            embedding(**{"ids": ids, "weight": weight} | arguments)

@@ -1,0 +1,216 @@
+"""Cross entropy of logits whose vocabulary may be split: statistics, loss, gradient.
+
+Three steps, so that the one collective between them stays outside the kernels:
+
+1. `statistics`: one read of this rank's logits gives, for each token, the maximum, the sum of exponentials below it
+   (online; Milakov and Gimelshein, 2018), the target's logit if it is here, and the sum of logits for label smoothing.
+   Wide rows are split over several programs; their parts and the ranks' are alike, and joined in the next step.
+2. `loss`: from all parts, in order, the loss of each token and the logarithm of its partition function.
+3. `backward`: one more read of the logits, one write of their gradient.
+
+Floor: 6 bytes a logit in half precision, forward and backward together.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from tpfused.kernels.launch import block_of, compute_type, on_device_of, register, unit_stride
+
+BLOCK = 8192  # logits a program holds at a time
+ENOUGH_PROGRAMS = 1024  # split rows until there are about as many: eight for each multiprocessor of a large GPU
+
+
+@triton.jit
+def _row_of(ptr, row, inner, outer_stride, inner_stride):
+    return ptr + (row // inner) * outer_stride + (row % inner) * inner_stride
+
+
+@triton.jit
+def _statistics_kernel(
+    logits_ptr, target_ptr, stats_ptr, tokens, width, vocab_start, part_width, inner, outer_stride, inner_stride,
+    WITH_SUM: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1).to(tl.int64)
+    begin = part * part_width
+    end = tl.minimum(begin + part_width, width)
+    logits_row = _row_of(logits_ptr, row, inner, outer_stride, inner_stride)
+
+    top = tl.full((), -float("inf"), COMPUTE)
+    exp_sum = tl.zeros((), COMPUTE)
+    logit_sum = tl.zeros((), COMPUTE)
+    for start in range(begin, end, BLOCK):
+        at = start + tl.arange(0, BLOCK)
+        x = tl.load(logits_row + at, mask=at < end, other=-float("inf")).to(COMPUTE)
+        new_top = tl.maximum(top, tl.max(x, axis=0))
+        finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)
+        exp_sum = exp_sum * tl.exp(top - finite_top) + tl.sum(tl.exp(x - finite_top), axis=0)
+        top = new_top
+        if WITH_SUM:
+            logit_sum += tl.sum(tl.where(at < end, x, 0.0), axis=0)
+
+    target = tl.load(target_ptr + row).to(tl.int64) - vocab_start
+    own = tl.zeros((), COMPUTE)
+    if (target >= begin) & (target < end):
+        own = tl.load(logits_row + target).to(COMPUTE)
+    out = stats_ptr + part * 4 * tokens + row
+    tl.store(out, top)
+    tl.store(out + tokens, exp_sum)
+    tl.store(out + 2 * tokens, own)
+    tl.store(out + 3 * tokens, logit_sum)
+
+
+@triton.jit
+def _loss_kernel(
+    stats_ptr, target_ptr, loss_ptr, log_z_ptr, tokens, parts, vocab_size, ignore_index, smoothing, z_loss,
+    COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = token < tokens
+    top = tl.full((BLOCK,), -float("inf"), COMPUTE)
+    for part in range(parts):
+        top = tl.maximum(top, tl.load(stats_ptr + part * 4 * tokens + token, mask=inside, other=0.0))
+    finite_top = tl.where(top == -float("inf"), 0.0, top)
+    exp_sum = tl.zeros((BLOCK,), COMPUTE)
+    target_logit = tl.zeros((BLOCK,), COMPUTE)
+    logit_sum = tl.zeros((BLOCK,), COMPUTE)
+    for part in range(parts):
+        at = stats_ptr + part * 4 * tokens + token
+        exp_sum += tl.load(at + tokens, mask=inside, other=0.0) * tl.exp(
+            tl.load(at, mask=inside, other=0.0) - finite_top
+        )
+        target_logit += tl.load(at + 2 * tokens, mask=inside, other=0.0)
+        logit_sum += tl.load(at + 3 * tokens, mask=inside, other=0.0)
+    log_z = top + tl.log(exp_sum)
+    target = tl.load(target_ptr + token, mask=inside, other=0)
+    loss = (1.0 - smoothing) * (log_z - target_logit) + z_loss * log_z * log_z
+    if smoothing != 0:
+        loss += smoothing * (log_z - logit_sum / vocab_size)
+    loss = tl.where((target >= 0) & (target < vocab_size), loss, float("nan"))
+    loss = tl.where(target == ignore_index, 0.0, loss)
+    tl.store(loss_ptr + token, loss, mask=inside)
+    tl.store(log_z_ptr + token, log_z, mask=inside)
+
+
+@triton.jit
+def _backward_kernel(
+    logits_ptr, target_ptr, log_z_ptr, dloss_ptr, dlogits_ptr, width, vocab_start, vocab_size, ignore_index,
+    smoothing, z_loss, inner, outer_stride, inner_stride, d_outer_stride, d_inner_stride, dloss_stride,
+    COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    inside = at < width
+    target = tl.load(target_ptr + row).to(tl.int64)
+    known = (target >= 0) & (target < vocab_size)
+    # An ignored token's gradient is zero, and one with a bad label's NaN, whatever stands in their logits.
+    counted = tl.where((target != ignore_index) & known, width, 0)
+    instead = tl.where((target == ignore_index) | known, 0.0, float("nan"))
+    dloss = tl.load(dloss_ptr + row * dloss_stride).to(COMPUTE)
+    logits_row = _row_of(logits_ptr, row, inner, outer_stride, inner_stride)
+    x = tl.load(logits_row + at, mask=at < counted, other=0.0).to(COMPUTE)
+    log_z = tl.load(log_z_ptr + row)
+    dx = tl.exp(x - log_z) * (1.0 + 2.0 * z_loss * log_z) - smoothing / vocab_size
+    dx = tl.where(at + vocab_start == target, dx - (1.0 - smoothing), dx) * dloss
+    dx = tl.where(at < counted, dx, instead)
+    out = _row_of(dlogits_ptr, row, inner, d_outer_stride, d_inner_stride) + at
+    tl.store(out, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
+
+
+def _three_dimensional(logits: Tensor) -> Tensor:
+    """``[outer, inner, vocabulary]`` with neighbouring logits: a view of any ``[b, s, v]``, transposed ones too."""
+    if logits.ndim != 3:
+        logits = logits.reshape(1, logits.shape[:-1].numel(), logits.shape[-1])
+    return unit_stride(logits)
+
+
+def _statistics(logits: Tensor, target: Tensor, vocab_start: int, with_sum: bool) -> Tensor:
+    """-> ``[parts, 4, tokens]``: maximum, sum of exponentials, target's logit or 0, sum of logits or 0.
+
+    `logits` is ``[..., width]``, ids `vocab_start` and following; `target` int64 ``[...]``. In float32 (float64).
+    """
+    width = logits.shape[-1]
+    tokens = target.numel()
+    parts = max(1, min(triton.cdiv(width, BLOCK), ENOUGH_PROGRAMS // max(1, tokens)))
+    part_width = triton.cdiv(width, parts)
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    stats = torch.empty(parts, 4, tokens, dtype=dtype, device=logits.device)
+    if tokens == 0:
+        return stats
+    x = _three_dimensional(logits)
+    with on_device_of(x):
+        _statistics_kernel[(tokens, parts)](
+            x, target.contiguous(), stats, tokens, width, vocab_start, part_width, x.shape[1], x.stride(0), x.stride(1),
+            WITH_SUM=with_sum, COMPUTE=compute_type(x), BLOCK=block_of(part_width, BLOCK), num_warps=16,
+        )  # fmt: skip
+    return stats
+
+
+def _loss(
+    stats: Tensor, target: Tensor, vocab_size: int, ignore_index: int, smoothing: float, z_loss: float
+) -> tuple[Tensor, Tensor]:
+    """All ranks' `statistics`, joined along the parts -> each token's loss and log(Z), shaped as `target`.
+
+    An ignored token's loss is 0, one with a label outside the vocabulary NaN.
+    """
+    parts, _, tokens = stats.shape
+    out = torch.empty(target.shape, dtype=stats.dtype, device=stats.device)
+    log_z = torch.empty_like(out)
+    if tokens:
+        with on_device_of(stats):
+            _loss_kernel[(triton.cdiv(tokens, 256),)](
+                stats, target.contiguous(), out, log_z, tokens, parts, vocab_size, ignore_index, smoothing, z_loss,
+                COMPUTE=compute_type(stats), BLOCK=256,
+            )  # fmt: skip
+    return out, log_z
+
+
+def _backward(
+    logits: Tensor,
+    target: Tensor,
+    log_z: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+) -> Tensor:
+    """The gradient of the logits from each token's ``dloss``, in the logits' dtype."""
+    keeps_layout = logits.ndim == 3 and logits.stride(-1) == 1
+    dlogits = torch.empty_like(logits, memory_format=torch.preserve_format if keeps_layout else torch.contiguous_format)
+    if dlogits.numel() == 0:
+        return dlogits
+    x, dx = _three_dimensional(logits), _three_dimensional(dlogits)
+    dloss = dloss.reshape(-1)
+    width = x.shape[-1]
+    block = block_of(width, BLOCK)
+    with on_device_of(x):
+        _backward_kernel[(target.numel(), triton.cdiv(width, block))](
+            x, target.contiguous(), log_z, dloss, dx, width, vocab_start, vocab_size, ignore_index, smoothing, z_loss,
+            x.shape[1], x.stride(0), x.stride(1), dx.stride(0), dx.stride(1), dloss.stride(0),
+            COMPUTE=compute_type(x), BLOCK=block, num_warps=16,
+        )  # fmt: skip
+    return dlogits
+
+
+def _fake_statistics(logits, target, vocab_start, with_sum):
+    parts = torch.library.get_ctx().new_dynamic_size()
+    return logits.new_empty(parts, 4, target.numel(), dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
+def _fake_loss(stats, target, vocab_size, ignore_index, smoothing, z_loss):
+    return stats.new_empty(target.shape), stats.new_empty(target.shape)
+
+
+def _fake_backward(logits, target, log_z, dloss, vocab_start, vocab_size, ignore_index, smoothing, z_loss):
+    return torch.empty_like(logits)
+
+
+statistics = register("cross_entropy_statistics", _statistics, _fake_statistics)
+loss = register("cross_entropy_loss", _loss, _fake_loss)
+backward = register("cross_entropy_backward", _backward, _fake_backward)

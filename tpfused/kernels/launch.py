@@ -1,0 +1,79 @@
+"""What every kernel's launcher needs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor, nn
+
+
+def register(
+    name: str,
+    forward: Callable,
+    fake: Callable,
+    setup_context: Callable | None = None,
+    gradient: Callable | None = None,
+) -> Callable:
+    """Make `forward` the operator ``torch.ops.tpfused.<name>``, and return what to call.
+
+    `fake` gives the outputs' shapes; `setup_context(ctx, inputs, output)` and `gradient(ctx, *grads)`, if given, its
+    derivative. The dispatcher costs as much host time as a small kernel takes (90 us a call, measured with torch 2.11),
+    so eager calls on plain tensors go round it, through an autograd.Function made of the same functions. Compiled code
+    and tensor subclasses go through it.
+    """
+    operator = torch.library.custom_op(f"tpfused::{name}", forward, mutates_args=())
+    operator.register_fake(fake)
+    eager = forward
+    if gradient is not None:
+        operator.register_autograd(gradient, setup_context=setup_context)
+        methods = {"forward": forward, "setup_context": setup_context, "backward": gradient}
+        eager = type(name, (torch.autograd.Function,), {k: staticmethod(v) for k, v in methods.items()}).apply
+
+    def call(*args):
+        plain = not torch.compiler.is_compiling() and all(
+            type(arg) in (Tensor, nn.Parameter) for arg in args if isinstance(arg, Tensor)
+        )
+        return eager(*args) if plain else operator(*args)
+
+    return call
+
+
+def on_device_of(x: Tensor):
+    """Launch on `x`'s device, which need not be the current one (and none at all under the interpreter)."""
+    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+
+
+def needs_kernel_device(x: Tensor, what: str) -> None:
+    """Refuse a tensor no kernel can run on: Triton's kernels run on CUDA, or anywhere under ``TRITON_INTERPRET=1``."""
+    if not (x.is_cuda or triton.knobs.runtime.interpret):
+        raise ValueError(f"{what}: the Triton kernel needs a CUDA tensor, not one on {x.device}")
+
+
+def block_of(size: int, limit: int) -> int:
+    """The power of two that covers `size`, from 16 to `limit`."""
+    return min(limit, max(16, triton.next_power_of_2(size)))
+
+
+def compute_type(x: Tensor) -> tl.dtype:
+    """What a kernel computes in: float32, or float64 for float64 input."""
+    return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """`x` itself where the entries of its last dimension are neighbours, else a contiguous copy."""
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def rows_of(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+    """Tensors of equal leading dimensions as ``[rows, features]`` with unit feature stride: views where possible.
+
+    All contiguous, they become a single row: an elementwise kernel then has no ragged row ends.
+    """
+    given = [x for x in tensors if x is not None]
+    if all(x.is_contiguous() for x in given):
+        return tuple(None if x is None else x.view(1, -1) for x in tensors)
+    return tuple(None if x is None else unit_stride(x.reshape(-1, x.shape[-1])) for x in tensors)
