@@ -21,9 +21,7 @@ def machine(tmp_path, monkeypatch):
         return file
 
     def nvcc(release: str, codes: str = "sm_75 sm_80 sm_86 sm_90 sm_100 sm_120"):
-        script = (
-            f'case $1 in --version) echo "tools, release {release}, V{release}.1";; *) echo "{codes}";; esac'
-        )
+        script = f'case $1 in --version) echo "tools, release {release}, V{release}.1";; *) echo "{codes}";; esac'
         write("cuda/bin/nvcc", f"#!/bin/sh\n{script}\n").chmod(0o755)
 
     def torch(version: str, cuda: str | None):
@@ -40,9 +38,7 @@ def machine(tmp_path, monkeypatch):
     monkeypatch.setenv("CUDA_HOME", str(tmp_path / "cuda"))
     monkeypatch.setenv("NVCC_CCBIN", "c++")
     monkeypatch.delenv("TORCH_CUDA_ARCH_LIST", raising=False)
-    return SimpleNamespace(
-        nvcc=nvcc, torch=torch, remove=lambda path: (tmp_path / path).rename(tmp_path / "removed")
-    )
+    return SimpleNamespace(nvcc=nvcc, torch=torch, remove=lambda path: (tmp_path / path).rename(tmp_path / "removed"))
 
 
 def test_buildable(machine, tmp_path):
@@ -59,9 +55,7 @@ def test_same_major_version_is_enough(machine, nvcc, torch):
     extension.find_toolchain()
 
 
-@pytest.mark.parametrize(
-    "nvcc, torch", [("12.9", "13.0"), ("13.0", "12.8"), ("1.3", "13.0"), ("130.0", "13.0")]
-)
+@pytest.mark.parametrize("nvcc, torch", [("12.9", "13.0"), ("13.0", "12.8"), ("1.3", "13.0"), ("130.0", "13.0")])
 def test_another_major_version_is_named(machine, nvcc, torch):
     machine.nvcc(nvcc)
     machine.torch("2.20.0", torch)
@@ -162,9 +156,7 @@ def test_real_build(tmp_path, monkeypatch):
     except extension.NotBuildable as reason:
         pytest.skip(str(reason))
     extension.build(toolchain, tmp_path / "_C.abi3.so", tmp_path / "objects", in_tree=True)
-    code = (
-        "import _C; info = _C.build_info(); assert info['architectures'] == '8.0'; print(info['nccl_loaded'])"
-    )
+    code = "import _C; info = _C.build_info(); assert info['architectures'] == '8.0'; print(info['nccl_loaded'])"
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20000

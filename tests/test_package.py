@@ -28,12 +28,7 @@ def test_public_name(name):
 def test_type_checkers_see_the_same_names():
     tree = ast.parse(inspect.getsource(tpfused))
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom)]
-    seen = {
-        alias.asname: node.module
-        for node in imports
-        if node.module.startswith("tpfused.")
-        for alias in node.names
-    }
+    seen = {alias.asname: node.module for node in imports if node.module.startswith("tpfused.") for alias in node.names}
     assert seen == tpfused._HOME
 
 
@@ -56,9 +51,7 @@ def test_import_needs_no_torch():
 
 
 def test_import_adds_little_to_torchs():
-    code = (
-        "import time, torch; start = time.perf_counter(); import tpfused; print(time.perf_counter() - start)"
-    )
+    code = "import time, torch; start = time.perf_counter(); import tpfused; print(time.perf_counter() - start)"
     for _ in range(3):  # a busy machine may delay one try
         seconds = float(run_python(code))
         if seconds < 0.3:

@@ -128,6 +128,14 @@ WRONG = {
     "--save {tmp}/short": "short",
     "--resume {tmp}/missing": "no such directory",
     "--resume {tmp}": "no checkpoint",
+    "--text {tmp}/short --json {tmp}/short": "one file",
+    "--plot {tmp}/a.png --json {tmp}/a.png": "one file",
+    "--save {tmp}/runs --json {tmp}/runs/step-000001/meta.json": "cannot be written",
+    "--save {tmp} --json {tmp}/run.json": "among the checkpoints",
+    "--plot {tmp}/plot.pgf": ".png",
+    "--json " + "n" * 300: "cannot be written",
+    "--resume " + "n" * 300: "no such directory",
+    "--batch-size 1000000000000": "1000000000000",
 }
 
 
@@ -165,3 +173,17 @@ def test_a_missing_extra_says_how_to_get_it(missing, option, capsys, monkeypatch
     assert main(["train", *option]) == 2
     err = capsys.readouterr().err
     assert missing in err and 'pip install "tpfused[demo]"' in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("option", ["--save", "--resume"])
+def test_a_directory_without_a_name_is_refused(option, capsys):
+    assert main(["train", option, ""]) == 2
+    assert capsys.readouterr().err == f"tpfused train: {option} needs the name of a directory\n"
+
+
+def test_an_environment_that_is_no_launchers_is_one_line(capsys, monkeypatch):
+    for name, value in (("RANK", "first"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
+        monkeypatch.setenv(name, value)
+    assert main(["train"]) == 2
+    err = capsys.readouterr().err
+    assert "'first'" in err and err.count("\n") == 1

@@ -102,6 +102,14 @@ def change_meta(**changes):
     return change
 
 
+def change_config(**changes):
+    def change(checkpoint):
+        meta = json.loads((checkpoint / "meta.json").read_text())
+        (checkpoint / "meta.json").write_text(json.dumps(meta | {"config": meta["config"] | changes}))
+
+    return change
+
+
 DAMAGE = {
     "truncated": (truncate, "model.safetensors has"),
     "no optimizer": (lambda path: (path / "optimizer.safetensors").unlink(), "optimizer.safetensors: No such file"),
@@ -109,6 +117,12 @@ DAMAGE = {
     "meta cut short": (lambda path: (path / "meta.json").write_text('{"format": 1, '), "meta.json is not what"),
     "foreign meta": (lambda path: (path / "meta.json").write_text("[1, 2]"), "meta.json is not what"),
     "another format": (change_meta(format=99), "format is 99"),
+    "another step": (change_meta(step=3), "of step 3"),
+    "a step that is none": (change_meta(step="2"), "of step '2'"),
+    "no sizes": (change_meta(files={}), "meta.json is not what"),
+    "a rate that is none": (change_config(lr="abc"), "lr is 'abc'"),
+    "a length that is none": (change_config(seq_len=None), "seq_len is None"),
+    "a preset that is none": (change_config(preset=["quick"]), "preset is ['quick']"),
     "another model": (change_meta(model={"hidden_size": 7}), "another model"),
     "bad header": (corrupt_header, "cannot be used"),
 }
@@ -151,6 +165,12 @@ def test_other_runs_checkpoints_are_not_overwritten(trained, tmp_path, capsys):
     saving.save(gone, trained[1], 6, *trained[2:])
     text.unlink()
     assert "does not exist" in refused(["--resume", run.save], capsys)
+
+
+def test_a_file_in_a_checkpoints_place_is_found_before_training(trained, tmp_path, capsys):
+    (tmp_path / "step-000002").write_text("mine")
+    assert "step 2 already" in refused(["--preset", "quick", "--steps", "2", "--save", str(tmp_path)], capsys)
+    assert "no checkpoint" in refused(["--resume", str(tmp_path)], capsys)
 
 
 def test_a_run_may_save_where_it_resumed(trained):

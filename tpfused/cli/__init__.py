@@ -42,11 +42,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"tpfused {argv[0]}: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
+        print(f"tpfused {argv[0]}: interrupted", file=sys.stderr)
         return 130
 
 
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str):
+        """One line, as for every other mistake; argparse's would begin with the usage."""
+        self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
+
+
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="tpfused",
         description="Tensor-parallel PyTorch layers: look at this machine, and train with them.",
         epilog=EXAMPLES,

@@ -57,15 +57,13 @@ def torchrun_worker(emit: Callable[[str, Any], None]) -> Worker | None:
     """This process's place in a group that torchrun (or any launcher that sets its variables) made, or None."""
     if not all(name in os.environ for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")):
         return None
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    return Worker(
-        rank=rank,
-        world=world,
-        local_rank=int(os.environ.get("LOCAL_RANK", rank)),
-        local_world=int(os.environ.get("LOCAL_WORLD_SIZE", world)),
-        port=None,
-        emit=emit,
-    )
+    try:
+        rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        local_rank = int(os.environ.get("LOCAL_RANK", rank))
+        local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+    except ValueError as error:
+        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment: {error}") from error
+    return Worker(rank=rank, world=world, local_rank=local_rank, local_world=local_world, port=None, emit=emit)
 
 
 def run_workers(function: Callable, argument: Any, world: int, on_event: Callable[[str, Any], None]) -> None:

@@ -11,11 +11,24 @@ from tpfused.training.launch import Worker
 from tpfused.training.presets import PRESETS, Preset, RunConfig
 
 MAX_WORKERS_ON_A_HOST = 64
-# What a resumed run takes from its checkpoint unless told otherwise. Where it runs is the machine's business.
-REMEMBERED = (
-    "steps dtype optimizer lr warmup batch_size seq_len accumulate seed sample text "
-    "sequence_parallel checkpoint_activations"
-).split()
+# What a resumed run takes from its checkpoint unless told otherwise, and the types that must be there. Where it runs is
+# the machine's business.
+REMEMBERED = {
+    "steps": int,
+    "dtype": str,
+    "optimizer": str,
+    "lr": float | int,
+    "warmup": int,
+    "batch_size": int,
+    "seq_len": int,
+    "accumulate": int,
+    "seed": int,
+    "sample": int,
+    "text": str | None,
+    "sequence_parallel": bool,
+    "checkpoint_activations": bool,
+}
+MAX_TOKENS = 2**31 - 1  # a step; more is a slip of the finger
 
 
 def resolve(
@@ -26,6 +39,9 @@ def resolve(
     `worker`: this process's place under torchrun. `checkpoint`: the meta data of the one to resume.
     """
     stored = checkpoint["config"] if checkpoint else {}
+    for key, kind in ({"preset": str} | REMEMBERED).items():
+        if key in stored and not isinstance(stored[key], kind):
+            raise UserError(f"the checkpoint {checkpoint['path']} cannot be used: its {key} is {stored[key]!r}")
     device = _device(options["device"])
     name = options["preset"] or stored.get("preset") or ("text" if device == "cuda" else "quick")
     if name not in PRESETS:
@@ -118,6 +134,8 @@ def _check(run: RunConfig, worker: Worker | None) -> None:
     for name in ("steps", "batch_size", "seq_len", "accumulate"):
         if getattr(run, name) < 1:
             raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {getattr(run, name)}")
+    if run.batch_size * run.seq_len > MAX_TOKENS:
+        raise UserError(f"--batch-size {run.batch_size} x --seq-len {run.seq_len} is more than {MAX_TOKENS} tokens")
     if run.save_every is not None and run.save_every < 1:
         raise UserError(f"--save-every must be at least 1, not {run.save_every}")
     if run.save_every is not None and not run.save:

@@ -12,6 +12,8 @@ from tpfused.cli.errors import UserError
 from tpfused.training.presets import PRESETS, RunConfig
 from tpfused.training.summary import largest, provenance, summarise
 
+PICTURES = (".png", ".pdf", ".svg", ".jpg")
+
 
 def check_outputs(options: Mapping[str, Any]) -> None:
     """Find out before the training what would spoil the report after it."""
@@ -23,18 +25,31 @@ def check_outputs(options: Mapping[str, Any]) -> None:
     missing = [name for name, wanted in needed.items() if wanted and importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f'this needs {" and ".join(missing)}: pip install "tpfused[demo]"')
+    for option in ("save", "resume"):
+        if options[option] == "":
+            raise UserError(f"--{option} needs the name of a directory")
     for option in ("plot", "json"):
-        if options[option] is None:
-            continue
-        path = Path(options[option])
-        if path.is_dir() or not path.parent.is_dir() or not os.access(path if path.exists() else path.parent, os.W_OK):
-            raise UserError(f"--{option} {path} cannot be written")
-    if options["plot"]:
-        from matplotlib.backend_bases import FigureCanvasBase
+        if options[option] is not None:
+            _check_output(option, options)
+    if options["plot"] and Path(options["plot"]).suffix.lower() not in PICTURES:
+        raise UserError(f"--plot {options['plot']} must end in {', '.join(PICTURES)}")
 
-        kinds = FigureCanvasBase.get_supported_filetypes()
-        if Path(options["plot"]).suffix[1:].lower() not in kinds:
-            raise UserError(f"--plot {options['plot']} must end in one of {', '.join('.' + kind for kind in kinds)}")
+
+def _check_output(option: str, options: Mapping[str, Any]) -> None:
+    """Refuse a file that cannot be written, or that this run reads or writes something else to."""
+    given = options[option]
+    path = Path(given).resolve()
+    name_max = os.pathconf("/", "PC_NAME_MAX")
+    if os.path.isdir(path) or not os.path.isdir(path.parent) or len(os.fsencode(path.name)) > name_max:
+        raise UserError(f"--{option} {given} cannot be written")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--{option} {given} cannot be written")
+    for other in ("text", "plot", "json"):
+        if other != option and options[other] is not None and path == Path(options[other]).resolve():
+            raise UserError(f"--{option} and --{other} are one file, {path}")
+    for other in ("save", "resume"):
+        if options[other] is not None and path.is_relative_to(Path(options[other]).resolve()):
+            raise UserError(f"--{option} {given} is among the checkpoints of --{other} {options[other]}")
 
 
 class Report:

@@ -30,6 +30,7 @@ from tpfused.training.presets import PRESETS, RunConfig
 FORMAT = 1
 KEPT = 2
 META = "meta.json"
+TENSORS = ("model.safetensors", "optimizer.safetensors", "rng.safetensors")
 
 
 def find(directory: str) -> dict[str, Any]:
@@ -39,7 +40,7 @@ def find(directory: str) -> dict[str, Any]:
         UserError: there is none, or the newest is damaged.
     """
     root = Path(directory).resolve()
-    if not root.is_dir():
+    if not os.path.isdir(root):  # False for impossible names too
         raise UserError(f"--resume {directory}: there is no such directory")
     path = root if (root / META).is_file() else root / f"step-{max(_steps(root), default=0):06d}"
     if not path.is_dir():
@@ -50,11 +51,14 @@ def find(directory: str) -> dict[str, Any]:
         if meta["format"] != FORMAT:
             raise UserError(f"{problem}: its format is {meta['format']}, this version reads {FORMAT}")
         config = {name: meta["config"][name] for name in ("preset", "optimizer")} | meta["config"]
-        for name, size in meta["files"].items():
-            found = (path / name).stat().st_size
+        for name in TENSORS:
+            found, size = (path / name).stat().st_size, meta["files"][name]
             if found != size:
                 raise UserError(f"{problem}: {name} has {found} bytes instead of {size}")
-        return {"path": str(path), "step": int(meta["step"]), "config": config, "model": meta["model"]}
+        step = meta["step"]
+        if type(step) is not int or path.name != _name(step):
+            raise UserError(f"{problem}: it says that it is of step {step!r}")
+        return {"path": str(path), "step": step, "config": config, "model": meta["model"]}
     except OSError as error:
         raise UserError(f"{problem}: {Path(error.filename).name}: {error.strerror}") from error
     except (ValueError, TypeError, KeyError, AttributeError) as error:
@@ -83,11 +87,8 @@ def save(run: RunConfig, worker: Worker, step: int, model: nn.Module, optimizer:
     """Write the checkpoint of `step` steps done; collective, rank 0 writes. Returns its path."""
     root = Path(run.save)
     final, temporary = root / _name(step), root / f".{_name(step)}.partial"
-    tensors = {
-        "model.safetensors": full_state_dict(model),
-        "optimizer.safetensors": full_optimizer_state(model, optimizer),
-        "rng.safetensors": _gather_rng(run, worker),
-    }
+    contents = full_state_dict(model), full_optimizer_state(model, optimizer), _gather_rng(run, worker)
+    tensors = dict(zip(TENSORS, contents, strict=True))
     if worker.rank != 0:
         return str(final)
     from safetensors.torch import save_file
@@ -125,9 +126,10 @@ def load(run: RunConfig, worker: Worker, model: nn.Module, optimizer: torch.opti
 
     path = Path(run.resume)
     try:
-        load_full_state_dict(model, load_file(path / "model.safetensors"))
-        load_full_optimizer_state(model, optimizer, load_file(path / "optimizer.safetensors"))
-        _restore_rng(run, worker, load_file(path / "rng.safetensors"))
+        weights, state, rng = (path / name for name in TENSORS)
+        load_full_state_dict(model, load_file(weights))
+        load_full_optimizer_state(model, optimizer, load_file(state))
+        _restore_rng(run, worker, load_file(rng))
     except (OSError, SafetensorError, ValueError) as error:
         raise UserError(f"the checkpoint {path} cannot be used: {' '.join(str(error).split())}") from error
 
@@ -159,7 +161,7 @@ def _name(step: int) -> str:
 
 def _steps(root: Path) -> list[int]:
     """The steps that checkpoints are of, oldest first."""
-    found = (re.fullmatch(r"step-(\d{6,})", path.name) for path in root.iterdir() if path.is_dir())
+    found = (re.fullmatch(r"step-(\d{6,})", path.name) for path in root.iterdir())
     return sorted(int(match[1]) for match in found if match)
 
 
