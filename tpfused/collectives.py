@@ -223,7 +223,7 @@ class _CopyToReplicas(torch.autograd.Function):
 
 
 def copy_to_replicas(x: Tensor, group: TPGroup) -> Tensor:
-    """A shard that several ranks own, each computing a part with it. Its gradient is summed over them."""
+    """A shard that several ranks own, each computing a part with it; all shards of one size. Its gradient is summed."""
     return x if group.replicas == 1 else _CopyToReplicas.apply(x, group)
 
 

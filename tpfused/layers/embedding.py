@@ -97,15 +97,16 @@ class VocabParallelEmbedding(ParallelModule):
         dim = None
         if self.sequence_parallel:
             dim = checks.token_dim(ids, self.sequence_dim, "VocabParallelEmbedding", has_features=False)
-        bad = self._id_check(ids, self.num_embeddings, self.check)
+        unsure = self._id_check(ids, self.num_embeddings, self.check)
         out = reference.vocab_parallel_embedding(
             ids, weight, self.num_embeddings, self.group, padding_idx=self.padding_idx, sequence_dim=dim
         )
-        if bad is None:
-            return out
-        if dim is not None:
-            bad = own_slice(bad, dim, self.group)
-        return out.masked_fill(bad.unsqueeze(-1), torch.nan)
+        if unsure:
+            bad = (ids < 0) | (ids >= self.num_embeddings)
+            if dim is not None:
+                bad = own_slice(bad, dim, self.group)
+            out = out.masked_fill(bad.unsqueeze(-1), torch.nan)  # not in place: a scattered output is a view
+        return out
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size}"

@@ -17,9 +17,8 @@ class IdCheck:
     """Checks ids against ``[0, size)`` for one caller.
 
     On the CPU, and with mode "sync", bad ids raise at once. On a GPU the extremes are copied to the host beside the
-    work, and a bad one raises at this check's next call; the returned mask tells where to write NaN, so that nothing
-    computed from bad ids looks right meanwhile. Nothing is checked in mode "off", under graph capture, or while
-    compiling.
+    work, and a bad one raises at this check's next call; the caller writes NaN meanwhile, so that nothing computed from
+    bad ids looks right. Nothing is checked in mode "off", under graph capture, or while compiling.
     """
 
     def __init__(self, what: str):
@@ -32,8 +31,8 @@ class IdCheck:
     def __reduce__(self):
         return IdCheck, (self.what,)
 
-    def __call__(self, ids: Tensor, size: int, mode: str, ignore_index: int | None = None) -> Tensor | None:
-        """The mask of ids out of range, where there may be any by the time it is used; else None.
+    def __call__(self, ids: Tensor, size: int, mode: str, ignore_index: int | None = None) -> bool:
+        """Whether some id may be out of range, which the next call will tell.
 
         Raises:
             ValueError: an id of this call (at once) or of the previous one (on a GPU) is out of range.
@@ -41,19 +40,19 @@ class IdCheck:
         check_mode(mode)
         self._raise_pending()
         if mode == "off" or ids.numel() == 0 or ids.is_meta or torch.compiler.is_compiling():
-            return None
+            return False
         if ids.is_cuda and torch.cuda.is_current_stream_capturing():
-            return None
+            return False
         known = ids if ignore_index is None else ids.masked_fill(ids == ignore_index, 0)
         extremes = torch.stack(known.aminmax())
         if mode == "sync" or not ids.is_cuda:
             self._check(extremes, size)
-            return None
+            return False
         on_host = torch.empty_like(extremes, device="cpu", pin_memory=True).copy_(extremes, non_blocking=True)
         copied = torch.cuda.Event()
         copied.record()
         self.pending = (on_host, copied, size)
-        return (known < 0) | (known >= size)
+        return True
 
     def _raise_pending(self) -> None:
         if self.pending is None or torch.compiler.is_compiling():
