@@ -27,7 +27,7 @@ def pick_device(run: RunConfig, worker: Worker) -> torch.device:
         if run.dtype != "bf16":
             # cuBLAS keeps 32 MiB a handle on Hopper by default, and there are two handles, the backward thread's being
             # the second. The fp32 and fp64 matmuls are no faster for it.
-            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:2")
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":2048:2")
         torch.cuda.set_device(worker.local_rank)
         torch.backends.cuda.matmul.allow_tf32 = False
         return torch.device("cuda", worker.local_rank)
