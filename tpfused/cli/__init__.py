@@ -13,6 +13,7 @@ from tpfused.cli.errors import UserError
 COMMANDS = {
     "info": "show versions, GPUs and their links, and what tpfused uses here",
     "train": "train a tensor-parallel Transformer beside its dense twin",
+    "bench": "measure the kernels on this machine beside what PyTorch has",
 }
 
 EXAMPLES = """\
@@ -21,6 +22,7 @@ examples:
   tpfused train                        a small model on a CPU, a larger one on all GPUs
   tpfused train --preset memory --tp 2 a Transformer split over two GPUs
   tpfused train --help                 everything that train can do
+  tpfused bench kernels --quick        how fast the kernels are on this GPU
 
 `python -m tpfused` is the same command.
 """
@@ -55,7 +57,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tpfused",
-        description="Tensor-parallel PyTorch layers: look at this machine, and train with them.",
+        description="Tensor-parallel PyTorch layers: look at this machine, train with them, measure them.",
         epilog=EXAMPLES,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )

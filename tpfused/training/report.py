@@ -2,13 +2,13 @@
 
 import importlib.util
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from tpfused.cli.errors import UserError
+from tpfused.cli.outputs import check_writable
 from tpfused.training.presets import PRESETS, RunConfig
 from tpfused.training.summary import largest, provenance, summarise
 
@@ -38,12 +38,8 @@ def check_outputs(options: Mapping[str, Any]) -> None:
 def _check_output(option: str, options: Mapping[str, Any]) -> None:
     """Refuse a file that cannot be written, or that this run reads or writes something else to."""
     given = options[option]
+    check_writable(option, given)
     path = Path(given).resolve()
-    name_max = os.pathconf("/", "PC_NAME_MAX")
-    if os.path.isdir(path) or not os.path.isdir(path.parent) or len(os.fsencode(path.name)) > name_max:
-        raise UserError(f"--{option} {given} cannot be written")
-    if not os.access(path if path.exists() else path.parent, os.W_OK):
-        raise UserError(f"--{option} {given} cannot be written")
     for other in ("text", "plot", "json"):
         if other != option and options[other] is not None and path == Path(options[other]).resolve():
             raise UserError(f"--{option} and --{other} are one file, {path}")

@@ -1,13 +1,9 @@
 """What was measured, as the JSON file has it."""
 
-import subprocess
 from collections.abc import Mapping
-from datetime import UTC, datetime
-from pathlib import Path
 from typing import Any
 
-import tpfused
-from tpfused.cli.info import collect
+from tpfused.provenance import measured_on
 from tpfused.training.presets import PRESETS, RunConfig
 
 # Rounding differences grow with every step: the first ones tell a right gradient from a nearly right one.
@@ -48,14 +44,8 @@ def relative_differences(values: list[float], reference: list[float]) -> list[fl
 
 def provenance(run: RunConfig, device_name: str) -> dict[str, Any]:
     """Where the numbers come from: machine, versions, commit and options."""
-    return {
-        "device": device_name,
-        "gpus": run.world if run.device == "cuda" else 0,
-        "versions": collect()["versions"],
-        "commit": _commit(),
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "config": run.as_dict(),
-    }
+    gpus = run.world if run.device == "cuda" else 0
+    return measured_on(device_name, gpus) | {"config": run.as_dict()}
 
 
 def _result(run: RunConfig, result: Mapping[str, Any]) -> dict[str, Any]:
@@ -72,15 +62,3 @@ def _result(run: RunConfig, result: Mapping[str, Any]) -> dict[str, Any]:
     if "validation" in result:
         shown["validation"] = result["validation"]
     return shown
-
-
-def _commit() -> str | None:
-    """The commit that the package is of, when it is used from a checkout of its own."""
-    root = Path(tpfused.__file__).parents[1]
-    if not (root / ".git").exists():
-        return None
-    try:
-        command = ["git", "-C", str(root), "describe", "--always", "--dirty", "--abbrev=12", "--exclude=*"]
-        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=10).stdout.strip()
-    except (OSError, subprocess.SubprocessError):
-        return None

@@ -1,0 +1,168 @@
+"""`tpfused bench kernels`: the cases that were asked for, one after the other, then tables, files and plots."""
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpfused.bench import OPERATIONS
+from tpfused.bench.case import OPTIONAL, Case, Setting
+from tpfused.bench.console import make_console
+from tpfused.bench.measure import GpuTimer
+from tpfused.bench.operations import cases, summary
+from tpfused.bench.results import write_csv, write_json
+from tpfused.bench.runner import DTYPES, Row, is_bad, run_case
+from tpfused.cli.errors import UserError
+from tpfused.cli.outputs import check_writable
+from tpfused.provenance import measured_on
+
+ROUNDS, QUICK_ROUNDS = 21, 7
+
+
+def execute(options: Mapping[str, Any]) -> int:
+    """Do what the command line asks for; returns the exit code: 1 where something was wrong."""
+    chosen = select(options)
+    if options["list"]:
+        print(listing(chosen))
+        return 0
+    _check(options)
+    if not torch.cuda.is_available():
+        raise UserError("this needs a CUDA GPU, and torch finds none here (--list and --help need none)")
+    return measure(chosen, options, GpuTimer())
+
+
+def select(options: Mapping[str, Any]) -> list[Case]:
+    """The cases that --op, --case and --quick leave."""
+    operations = options["op"] or OPERATIONS
+    for name in operations:
+        if name not in OPERATIONS:
+            near = difflib.get_close_matches(name, OPERATIONS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(OPERATIONS)}"
+            raise UserError(f"unknown operation {name!r}: {hint}")
+    chosen = [case for name in OPERATIONS if name in operations for case in cases(name)]
+    if options["quick"]:
+        chosen = [case for case in chosen if case.quick]
+    if options["case"]:
+        chosen = [case for case in chosen if options["case"] in case.name]
+        if not chosen:
+            raise UserError(f"no case has {options['case']!r} in its name: --list shows them")
+    return chosen
+
+
+def listing(chosen: list[Case]) -> str:
+    """What `--list` prints: each operation, its cases and their variants."""
+    lines = []
+    for name in dict.fromkeys(case.op for case in chosen):
+        lines += ["", f"{name}: {summary(name)}"]
+        passes: dict[tuple, list[str]] = {}
+        for case in chosen:
+            if case.op == name:
+                passes.setdefault((case.name, case.variants, case.quick), []).append(case.direction)
+        width = max(len(case_name) for case_name, *_ in passes)
+        for (case_name, variants, quick), directions in passes.items():
+            told = ", ".join(variant + "*" * (variant in OPTIONAL) for variant in variants)
+            lines.append(f"  {case_name:<{width}}  {', '.join(directions):<12}  {told}{'  (quick)' * quick}")
+    return "\n".join([*lines[1:], "", "* where its package is installed; (quick): also with --quick"])
+
+
+def measure(chosen: list[Case], options: Mapping[str, Any], timer, device: str = "cuda") -> int:
+    """Run the cases and report; returns the exit code. What is done is in the files even if the rest is interrupted."""
+    console = make_console()
+    rounds = options["rounds"] or (QUICK_ROUNDS if options["quick"] else ROUNDS)
+    seed = torch.seed() % 2**31 if options["seed"] is None else options["seed"]
+    torch.manual_seed(seed)
+    setting = Setting(torch.device(device), DTYPES[options["dtype"]], _compile)
+    meta = describe(options, rounds, seed) | {"copy_gbps": round(timer.copy_gbps(), 1), "complete": False}
+    console.say(f"{meta['card']}, copying {meta['copy_gbps']:,.0f} GB/s: {len(chosen)} cases, {rounds} rounds each")
+    rows: list[Row] = []
+    with console.progress(len(chosen)) as progress:
+        for case in chosen:
+            progress.start(case.label)
+            found = run_case(case, setting, timer, rounds, options["eager_time"])
+            progress.done(found)
+            rows += found
+            _write(options, meta, rows)
+    meta["complete"] = True
+    _write(options, meta, rows)
+    _report(console, options, meta, rows)
+    return 1 if any(map(is_bad, rows)) else 0
+
+
+def describe(options: Mapping[str, Any], rounds: int, seed: int) -> dict[str, Any]:
+    """Where the numbers come from: the card, versions, commit, and how they were measured."""
+    properties = torch.cuda.get_device_properties()
+    found = measured_on(properties.name, 1)
+    return {
+        "card": found["device"],
+        "gpus": found["gpus"],
+        **found["versions"],
+        "commit": found["commit"],
+        "date": found["date"],
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+        "rounds": rounds,
+        "quick": options["quick"],
+        "seed": seed,
+    }
+
+
+def _report(console, options: Mapping[str, Any], meta: Mapping[str, Any], rows: list[Row]) -> None:
+    for name in dict.fromkeys(row["op"] for row in rows):
+        console.table(f"{name}, {options['dtype']}", [row for row in rows if row["op"] == name])
+    bad = [row for row in rows if is_bad(row)]
+    if bad:
+        told = "; ".join(f"{row['op']} {row['case']} {row['pass']}: {row['variant']}" for row in bad)
+        console.say(f"wrong or failed: {told}")
+    for option in ("json", "csv"):
+        if options[option]:
+            console.say(f"wrote {options[option]}")
+    if options["plot"]:
+        from tpfused.bench.plot import plot
+
+        for path in plot(meta, rows, options["plot"]):
+            console.say(f"wrote {path}")
+
+
+def _write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list[Row]) -> None:
+    if options["json"]:
+        write_json(options["json"], meta, rows)
+    if options["csv"]:
+        write_csv(options["csv"], rows)
+
+
+def _check(options: Mapping[str, Any]) -> None:
+    """Find out before the measurements what would spoil their report."""
+    if options["rounds"] is not None and options["rounds"] < 1:
+        raise UserError(f"--rounds must be at least 1, not {options['rounds']}")
+    if options["dtype"] not in DTYPES:
+        raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(DTYPES)}")
+    if options["seed"] is not None and not 0 <= options["seed"] < 2**63:
+        raise UserError(f"--seed must be at least 0 and below 2**63, not {options['seed']}")
+    for option in ("json", "csv"):
+        if options[option] is not None:
+            check_writable(option, options[option])
+    if options["json"] and options["csv"] and os.path.realpath(options["json"]) == os.path.realpath(options["csv"]):
+        raise UserError(f"--json and --csv are one file, {options['json']}")
+    if options["plot"] is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UserError('--plot needs matplotlib: pip install "tpfused[bench]"')
+        try:
+            Path(options["plot"]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--plot {options['plot']}: {error.strerror}") from error
+        if not os.access(options["plot"], os.W_OK):
+            raise UserError(f"--plot {options['plot']} cannot be written")
+
+
+def _compile(function: Callable) -> Callable:
+    from torch._functorch import config
+
+    config.donated_buffer = False  # a backward that may overwrite what its forward saved could not be repeated
+    return torch.compile(function, dynamic=False)

@@ -1,0 +1,16 @@
+"""Files that a command is asked to write, looked at before the work whose result they will hold."""
+
+import os
+from pathlib import Path
+
+from tpfused.cli.errors import UserError
+
+
+def check_writable(option: str, given: str) -> None:
+    """Refuse a file that cannot be written."""
+    path = Path(given).resolve()
+    name_max = os.pathconf("/", "PC_NAME_MAX")
+    if os.path.isdir(path) or not os.path.isdir(path.parent) or len(os.fsencode(path.name)) > name_max:
+        raise UserError(f"--{option} {given} cannot be written")
+    if not os.access(path if path.exists() else path.parent, os.W_OK):
+        raise UserError(f"--{option} {given} cannot be written")
