@@ -3,17 +3,24 @@
 import pytest
 import torch
 
+from tpfused.kernels import embedding as module
 from tpfused.kernels.embedding import accumulate_gradient, embedding
 
 SHARDS = [(0, 5), (5, 5), (5, 13)]  # one is empty
 
 
 @pytest.mark.parametrize("features", [1, 5, 40])
-def test_shards_together_are_the_dense_table(device, dtypes, features):
+def test_shards_together_are_the_dense_table(device, dtypes, features, monkeypatch):
+    monkeypatch.setattr(module, "FEW", 4)
+    monkeypatch.setattr(module, "FREQUENT_PROGRAMS", 2)
+    monkeypatch.setattr(module, "FREQUENT_BLOCK", 16)
+    monkeypatch.setattr(module, "SCAN", 16)
+    monkeypatch.setattr(module, "TOGETHER", 2)
     for dtype in dtypes:
         table = torch.randn(13, features, device=device, dtype=dtype)
         ids = torch.randint(13, (3, 7), device=device)
         ids[0, :3] = 4  # a row with several tokens
+        ids[1:, :5] = 7  # and one with many
         dy = torch.randn(3, 7, features, device=device, dtype=dtype)
         expected = torch.zeros(13, features, device=device, dtype=torch.float64)
         expected.index_add_(0, ids.flatten(), dy.flatten(0, 1).double())

@@ -66,9 +66,11 @@ def _statistics_kernel(
 
 @triton.jit
 def _loss_kernel(
-    stats_ptr, target_ptr, loss_ptr, log_z_ptr, tokens, parts, vocab_size, ignore_index, smoothing, z_loss,
-    COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+    stats_ptr, target_ptr, loss_ptr, log_z_ptr, tokens, parts, vocab_size, ignore_index,
+    smoothing: tl.float64, z_loss: tl.float64, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    smoothing = tl.full((), smoothing, COMPUTE)
+    z_loss = tl.full((), z_loss, COMPUTE)
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = token < tokens
     top = tl.full((BLOCK,), -float("inf"), COMPUTE)
@@ -99,9 +101,11 @@ def _loss_kernel(
 @triton.jit
 def _backward_kernel(
     logits_ptr, target_ptr, log_z_ptr, dloss_ptr, dlogits_ptr, width, vocab_start, vocab_size, ignore_index,
-    smoothing, z_loss, inner, outer_stride, inner_stride, d_outer_stride, d_inner_stride, dloss_stride,
-    COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
+    smoothing: tl.float64, z_loss: tl.float64, inner, outer_stride, inner_stride, d_outer_stride, d_inner_stride,
+    dloss_stride, COMPUTE: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    smoothing = tl.full((), smoothing, COMPUTE)
+    z_loss = tl.full((), z_loss, COMPUTE)
     row = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     inside = at < width

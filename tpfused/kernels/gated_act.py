@@ -119,7 +119,7 @@ def _blocks(features: int) -> tuple[int, int]:
     return block, triton.cdiv(features, block)
 
 
-def _forward(gate: Tensor, up: Tensor | None, activation: int) -> Tensor:
+def gated_act_forward(gate: Tensor, up: Tensor | None, activation: int) -> Tensor:
     """`up` None: `gate` is both, packed."""
     packed = up is None
     y = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (1 + packed))
@@ -140,7 +140,7 @@ def _fake_forward(gate, up, activation):
     return gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
 
 
-def _backward(gate: Tensor, up: Tensor | None, dy: Tensor, activation: int) -> tuple[Tensor, Tensor]:
+def gated_act_backward(gate: Tensor, up: Tensor | None, dy: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     """-> dgate and dup; packed, the first is both and the second empty."""
     packed = up is None
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
@@ -163,7 +163,7 @@ def _fake_backward(gate, up, dy, activation):
     return gate.new_empty(gate.shape), gate.new_empty(gate[:0].shape if up is None else gate.shape)
 
 
-_gated_act_backward = register("gated_act_backward", _backward, _fake_backward)
+_gated_act_backward = register("gated_act_backward", gated_act_backward, _fake_backward)
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -177,4 +177,4 @@ def _gradient(ctx, dy):
     return dgate, None if up is None else dup, None
 
 
-_gated_act = register("gated_act", _forward, _fake_forward, _save_for_backward, _gradient)
+_gated_act = register("gated_act", gated_act_forward, _fake_forward, _save_for_backward, _gradient)

@@ -1,0 +1,54 @@
+"""Which of several ways to compute `linear_act` is the fastest here: a table of measurements, `choices.json`.
+
+A fixed table rather than timing at first use: the same choice, hence the same bits, at every run and on every rank, and
+nothing to wait for, least of all during CUDA-graph capture. ``benchmarks/choices.py`` measures it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tpfused.kernels.launch import capability
+
+TABLE = Path(__file__).with_name("choices.json")
+
+
+def choose(possible: tuple[str, ...], x: Tensor, n: int, activation: int, gated: bool, keeps_pre: bool) -> str:
+    """One of `possible`: the fastest at the measured shape nearest to x's ``[M, K]`` and `n` columns."""
+    if not x.is_cuda:
+        return "triton" if "triton" in possible else possible[0]
+    m = x.shape[:-1].numel()
+    return _choose(possible, x.device, x.dtype, m, x.shape[-1], n, activation, gated, keeps_pre)
+
+
+@lru_cache(maxsize=4096)
+def _choose(possible, device, dtype, m, k, n, activation, gated, keeps_pre) -> str:
+    rows = _measured(torch.cuda.get_device_name(device)) if dtype in (torch.float16, torch.bfloat16) else []
+    if not rows and capability(device) == (9, 0) and dtype in (torch.float16, torch.bfloat16):
+        rows = [row for card in _table().values() for row in card]  # another Hopper
+    rows = [row for row in rows if (row["gated"], row["keeps_pre"]) == (gated, keeps_pre)]
+    same = [row for row in rows if row["activation"] == activation] or rows
+    if not same or min(m, k, n) == 0:
+        return "cublaslt" if "cublaslt" in possible else "cublas"
+
+    def distance(row):
+        return sum(abs(math.log2(row[name] / value)) for name, value in (("m", m), ("k", k), ("n", n)))
+
+    times = min(same, key=distance)["us"]
+    return min((way for way in possible if way in times), key=times.get)
+
+
+def _measured(card: str) -> list[dict]:
+    return _table().get(card, [])
+
+
+@lru_cache
+def _table() -> dict[str, list[dict]]:
+    """Card name -> ``[{m, k, n, activation, gated, keeps_pre, us: {backend: time}}]``."""
+    return json.loads(TABLE.read_text()) if _TABLE.exists() else {}

@@ -1,0 +1,29 @@
+"""Elementary functions for kernels, where Triton's own cost more than they must."""
+
+import triton
+import triton.language as tl
+
+_INTERPRET = tl.constexpr(triton.knobs.runtime.interpret)
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def exp2(x):
+    """2^x. In float32 on a GPU a single instruction, which flushes denormal results to zero.
+
+    `tl.exp2` and `tl.exp` keep them, for four more instructions a value.
+    """
+    if x.dtype == tl.float32 and not _INTERPRET:
+        return tl.inline_asm_elementwise("ex2.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    else:
+        return tl.exp2(x)
+
+
+@triton.jit
+def tile_at(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+    """-> row and column of a tile: column by column within `GROUP` rows of tiles, so that concurrent programs share
+    operands in the L2 cache."""
+    per_group = GROUP * tiles_n
+    first = tile // per_group * GROUP
+    rows = tl.minimum(tiles_m - first, GROUP)
+    return first + tile % per_group % rows, tile % per_group // rows
