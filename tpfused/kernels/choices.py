@@ -51,4 +51,4 @@ def _measured(card: str) -> list[dict]:
 @lru_cache
 def _table() -> dict[str, list[dict]]:
     """Card name -> ``[{m, k, n, activation, gated, keeps_pre, us: {backend: time}}]``."""
-    return json.loads(TABLE.read_text()) if _TABLE.exists() else {}
+    return json.loads(TABLE.read_text()) if TABLE.exists() else {}

@@ -179,8 +179,8 @@ def matmul(
         y: contiguous ``[M, N]``; `gated`, where columns alternate between gate and up, ``[M, N / 2]``:
             ``act(gate) * up``.
         pre: contiguous ``[M, N]``.
-        column_sums: float32 (float64) ``[row tiles, N]``, see `row_tile`. If given, `pre` is read, y is ``(x @ w) * act'(pre)``
-            and this receives the sums of its columns over each row of tiles.
+        column_sums: float32 (float64) ``[row tiles, N]``, see `row_tile`. If given, `pre` is read, y is
+            ``(x @ w) * act'(pre)`` and this receives the sums of its columns over each row of tiles.
         before_tile: ``(hook, first row, rows)``, called before a tile's first load of x: where overlapped operations
             wait for those rows.
         tiling: forces this kernel and its tiles; else `matmul_hopper` runs where it can.
