@@ -31,7 +31,7 @@ def test_shards_together_are_the_dense_table(device, dtypes, features, monkeypat
             out = embedding(ids, weight, start, 13, padding_idx=6)
             out.backward(dy)
             total = total + out.detach()
-            rounding = torch.finfo(dtype).eps * expected.abs().max()
+            rounding = 8 * torch.finfo(dtype).eps * expected.abs().max()  # of some ten tokens' sum
             assert (weight.grad.double() - expected[start:stop]).abs().le(rounding).all()
             main_grad = torch.ones(stop - start, features, device=device, dtype=torch.float32)
             if dtype != torch.float64:

@@ -15,13 +15,12 @@ clamped (of ``1 / (1 + e)`` for silu, which has a long tail); the largest relati
 import triton
 import triton.language as tl
 
-from tpfused.kernels.elementary import exp2
+from tpfused.kernels.elementary import LOG2E, exp2
 
 ACTIVATIONS = {None: 0, "gelu": 1, "gelu_tanh": 2, "relu": 3, "silu": 4}
 
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
 _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
-_LOG2E = tl.constexpr(1.4426950408889634)
 # tanh-GELU is x * sigmoid(2 u), u = sqrt(2/pi) (x + 0.044715 x^3): one exponential, and no tanh, which the interpreter
 # cannot run. For very negative x the exponential is infinite, and 1 / inf is the right 0.
 _TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
@@ -51,7 +50,7 @@ def _tail(x, ACT: tl.constexpr):
         p = p * a - 1.1420256
         q = exp2(p * a - 1.0006002)
     else:
-        e = exp2(a * -_LOG2E)
+        e = exp2(a * -LOG2E)
         p = e * 0.15224272 - 0.53285313
         p = p * e + 0.86589098
         p = p * e - 0.98483455
@@ -70,17 +69,20 @@ def _activate_half(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _derive_half(x, ACT: tl.constexpr):
+def _activate_and_derive_half(x, ACT: tl.constexpr):
     a, q = _tail(x, ACT)
     cdf = tl.where(x > 0, 1.0 - q, q)
     signed = tl.where(x > 0, a, -a)
+    tail = a * q
     if ACT == 1:
-        slope = cdf + signed * exp2(a * a * (-0.5 * _LOG2E) - 1.3257481)  # 2^-1.3257481 = 1 / sqrt(2 pi)
+        slope = cdf + signed * exp2(a * a * (-0.5 * LOG2E) - 1.3257481)  # 2^-1.3257481 = 1 / sqrt(2 pi)
     elif ACT == 2:
         slope = cdf + signed * (q - q * q) * (a * a * (3.0 * _CUBIC * _TWO_SQRT_2_OVER_PI) + _TWO_SQRT_2_OVER_PI)
     else:
+        tail = tl.where(q > 0, tail, 0.0)
         slope = cdf + tl.where(q > 0, signed * (q - q * q), 0.0)
-    return tl.where(x == x, slope, x)
+    value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
+    return value, tl.where(x == x, slope, x)
 
 
 @triton.jit
@@ -104,17 +106,16 @@ def activate(x, ACT: tl.constexpr, HALF: tl.constexpr = False):
 @triton.jit
 def derive(x, ACT: tl.constexpr, HALF: tl.constexpr = False):
     """The activation's derivative at x."""
-    if HALF and (ACT == 1 or ACT == 2 or ACT == 4):
-        return _derive_half(x, ACT)
-    else:
-        _, slope = activate_and_derive(x, ACT)
-        return slope
+    _, slope = activate_and_derive(x, ACT, HALF)
+    return slope
 
 
 @triton.jit
-def activate_and_derive(x, ACT: tl.constexpr):
+def activate_and_derive(x, ACT: tl.constexpr, HALF: tl.constexpr = False):
     """The activation and its derivative at x, sharing their exponentials."""
-    if ACT == 1:
+    if HALF and (ACT == 1 or ACT == 2 or ACT == 4):
+        return _activate_and_derive_half(x, ACT)
+    elif ACT == 1:
         cdf = 0.5 * (1.0 + tl.erf(x * _SQRT_HALF))
         return x * cdf, cdf + x * tl.exp(x * x * -0.5) * _INV_SQRT_2PI
     elif ACT == 2:

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from tpfused.kernels.launch import capability
+from tpfused.kernels.launch import capability, is_half
 
 TABLE = Path(__file__).with_name("choices.json")
 
@@ -24,28 +24,24 @@ def choose(possible: tuple[str, ...], x: Tensor, n: int, activation: int, gated:
     if not x.is_cuda:
         return "triton" if "triton" in possible else possible[0]
     m = x.shape[:-1].numel()
-    return _choose(possible, x.device, x.dtype, m, x.shape[-1], n, activation, gated, keeps_pre)
+    return _choose(possible, x.device, is_half(x), m, x.shape[-1], n, activation, gated, keeps_pre)
 
 
 @lru_cache(maxsize=4096)
-def _choose(possible, device, dtype, m, k, n, activation, gated, keeps_pre) -> str:
-    rows = _measured(torch.cuda.get_device_name(device)) if dtype in (torch.float16, torch.bfloat16) else []
-    if not rows and capability(device) == (9, 0) and dtype in (torch.float16, torch.bfloat16):
+def _choose(possible, device, half, m, k, n, activation, gated, keeps_pre) -> str:
+    rows = _table().get(torch.cuda.get_device_name(device), [])
+    if not rows and capability(device) == (9, 0):
         rows = [row for card in _table().values() for row in card]  # another Hopper
     rows = [row for row in rows if (row["gated"], row["keeps_pre"]) == (gated, keeps_pre)]
     same = [row for row in rows if row["activation"] == activation] or rows
-    if not same or min(m, k, n) == 0:
-        return "cublaslt" if "cublaslt" in possible else "cublas"
+    if not same or not half or min(m, k, n) == 0:
+        return "cublas"
 
     def distance(row):
         return sum(abs(math.log2(row[name] / value)) for name, value in (("m", m), ("k", k), ("n", n)))
 
     times = min(same, key=distance)["us"]
     return min((way for way in possible if way in times), key=times.get)
-
-
-def _measured(card: str) -> list[dict]:
-    return _table().get(card, [])
 
 
 @lru_cache

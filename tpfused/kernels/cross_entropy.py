@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfused.kernels.launch import block_of, compute_type, on_device_of, register, unit_stride
+from tpfused.kernels.launch import block_of, compute_type, launch, on_device_of, register, unit_stride
 
 BLOCK = 8192  # logits a program holds at a time
 ENOUGH_PROGRAMS = 1024  # split rows until there are about as many: eight for each multiprocessor of a large GPU
@@ -147,7 +147,8 @@ def _statistics(logits: Tensor, target: Tensor, vocab_start: int, with_sum: bool
         return stats
     x = _three_dimensional(logits)
     with on_device_of(x):
-        _statistics_kernel[(tokens, parts)](
+        launch(
+            _statistics_kernel, (tokens, parts),
             x, target.contiguous(), stats, tokens, width, vocab_start, part_width, x.shape[1], x.stride(0), x.stride(1),
             WITH_SUM=with_sum, COMPUTE=compute_type(x), BLOCK=block_of(part_width, BLOCK), num_warps=16,
         )  # fmt: skip
@@ -166,9 +167,10 @@ def _loss(
     log_z = torch.empty_like(out)
     if tokens:
         with on_device_of(stats):
-            _loss_kernel[(triton.cdiv(tokens, 256),)](
+            launch(
+                _loss_kernel, (triton.cdiv(tokens, 256),),
                 stats, target.contiguous(), out, log_z, tokens, parts, vocab_size, ignore_index, smoothing, z_loss,
-                COMPUTE=compute_type(stats), BLOCK=256,
+                COMPUTE=compute_type(stats), BLOCK=256, num_warps=4,
             )  # fmt: skip
     return out, log_z
 
@@ -194,7 +196,8 @@ def _backward(
     width = x.shape[-1]
     block = block_of(width, BLOCK)
     with on_device_of(x):
-        _backward_kernel[(target.numel(), triton.cdiv(width, block))](
+        launch(
+            _backward_kernel, (target.numel(), triton.cdiv(width, block)),
             x, target.contiguous(), log_z, dloss, dx, width, vocab_start, vocab_size, ignore_index, smoothing, z_loss,
             x.shape[1], x.stride(0), x.stride(1), dx.stride(0), dx.stride(1), dloss.stride(0),
             COMPUTE=compute_type(x), BLOCK=block, num_warps=16,

@@ -15,7 +15,15 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfused.kernels.launch import block_of, compute_type, needs_kernel_device, on_device_of, register, unit_stride
+from tpfused.kernels.launch import (
+    block_of,
+    compute_type,
+    launch,
+    needs_kernel_device,
+    on_device_of,
+    register,
+    unit_stride,
+)
 
 BLOCK = 4096  # features a program, at most
 FEW = 32  # the longest list of tokens that is put in order in registers
@@ -81,23 +89,28 @@ def _rows_kernel(
     if mine:
         count = tl.load(rows_ptr + row)
         head = tl.load(rows_ptr + rows + row)
-        if count <= FEW:
-            out = grad_ptr + row * grad_stride + at
+        out = grad_ptr + row * grad_stride + at
+        inside = at < features
+        if count <= 1:
+            limit = tl.where(count > 0, features, 0)
+            total = tl.load(dy_ptr + (head - 1).to(tl.int64) * dy_stride + at, mask=at < limit, other=0.0).to(COMPUTE)
+            if ACCUMULATE:
+                total += tl.load(out, mask=inside, other=0.0).to(COMPUTE)
+            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
+        elif count <= FEW:
             total = tl.zeros((BLOCK,), COMPUTE)
             if ACCUMULATE:
-                total += tl.load(out, mask=at < features, other=0.0).to(COMPUTE)
-            listed = tl.zeros((FEW,), tl.int32) + head
-            if count > 1:
-                listed = tl.where(tl.arange(0, FEW) == 0, listed, tokens + 1)
-                for nth in range(1, count):
-                    head = tl.load(next_ptr + head - 1)
-                    listed = tl.where(tl.arange(0, FEW) == nth, head, listed)
+                total += tl.load(out, mask=inside, other=0.0).to(COMPUTE)
+            listed = tl.where(tl.arange(0, FEW) == 0, head, tokens + 1)
+            for nth in range(1, count):
+                head = tl.load(next_ptr + head - 1)
+                listed = tl.where(tl.arange(0, FEW) == nth, head, listed)
             for _ in range(count):
                 first = tl.min(listed, axis=0)
                 listed = tl.where(listed == first, tokens + 1, listed)
-                dy = tl.load(dy_ptr + (first - 1).to(tl.int64) * dy_stride + at, mask=at < features, other=0.0)
+                dy = tl.load(dy_ptr + (first - 1).to(tl.int64) * dy_stride + at, mask=inside, other=0.0)
                 total += dy.to(COMPUTE)
-            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=at < features)
+            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
         elif tl.program_id(0) % blocks == 0:
             entry = frequent_ptr + 2 + 3 * tl.atomic_add(frequent_ptr, 1, sem="relaxed")
             begin = tl.atomic_add(frequent_ptr + 1, count, sem="relaxed")
@@ -204,16 +217,28 @@ def _sum_rows(grad: Tensor, ids: Tensor, dy: Tensor, vocab_start: int, padding_r
     following, ordered = torch.empty(2, tokens, dtype=torch.int32, device=grad.device)
     same = {"ACCUMULATE": accumulate, "COMPUTE": compute_type(grad if grad.dtype == torch.float64 else dy)}
     with on_device_of(grad):
-        _link_kernel[(triton.cdiv(tokens, 256),)](
-            ids, lists, following, tokens, vocab_start, rows, padding_row, BLOCK=256
+        launch(
+            _link_kernel,
+            (triton.cdiv(tokens, 256),),
+            ids,
+            lists,
+            following,
+            tokens,
+            vocab_start,
+            rows,
+            padding_row,
+            BLOCK=256,
+            num_warps=4,
         )
-        _rows_kernel[((tokens if accumulate else rows) * blocks,)](
+        launch(
+            _rows_kernel, ((tokens if accumulate else rows) * blocks,),
             ids, lists, following, frequent, ordered, dy, grad,
             tokens, features, blocks, dy.stride(0), grad.stride(0), vocab_start, rows,
             BLOCK=block, FEW=FEW, SCAN=SCAN, num_warps=8, **same,
         )  # fmt: skip
         if tokens > FEW:
-            _frequent_rows_kernel[(min(FREQUENT_PROGRAMS, tokens // FEW), triton.cdiv(features, few_features))](
+            launch(
+                _frequent_rows_kernel, (min(FREQUENT_PROGRAMS, tokens // FEW), triton.cdiv(features, few_features)),
                 frequent, ordered, dy, grad, features, dy.stride(0), grad.stride(0),
                 BLOCK=few_features, TOGETHER=TOGETHER, num_warps=8, **same,
             )  # fmt: skip
@@ -228,7 +253,8 @@ def _forward(ids: Tensor, weight: Tensor, vocab_start: int, vocab_size: int, pad
     block = block_of(features, BLOCK)
     blocks = triton.cdiv(features, block)
     with on_device_of(weight):
-        _forward_kernel[(ids.numel() * blocks,)](
+        launch(
+            _forward_kernel, (ids.numel() * blocks,),
             ids.contiguous(), weight, out, features, blocks, weight.stride(0), vocab_start, weight.shape[0], vocab_size,
             CHECK=check, BLOCK=block, num_warps=8,
         )  # fmt: skip

@@ -16,7 +16,16 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfused.kernels.activations import ACTIVATIONS, activate, activate_and_derive
-from tpfused.kernels.launch import block_of, compute_type, needs_kernel_device, on_device_of, register, rows_of
+from tpfused.kernels.launch import (
+    block_of,
+    compute_type,
+    is_half,
+    launch,
+    needs_kernel_device,
+    on_device_of,
+    register,
+    rows_of,
+)
 
 BLOCK = 2048  # pairs a program, at most
 
@@ -38,14 +47,14 @@ def _load_pair(gate_row, up_row, start, features, COMPUTE: tl.constexpr, PACKED:
 @triton.jit
 def _forward_kernel(
     gate_ptr, up_ptr, y_ptr, features, blocks, gate_stride, up_stride,
-    ACT: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    ACT: tl.constexpr, HALF: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
     gate, up = _load_pair(
         gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, features, COMPUTE, PACKED, BLOCK
     )
-    y = activate(gate, ACT) * up
+    y = activate(gate, ACT, HALF) * up
     at = start + tl.arange(0, BLOCK)
     tl.store(y_ptr + row * features + at, y.to(y_ptr.dtype.element_ty), mask=at < features)
 
@@ -54,7 +63,7 @@ def _forward_kernel(
 def _backward_kernel(
     gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, features, blocks,
     gate_stride, up_stride, dy_stride, out_stride,
-    ACT: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
+    ACT: tl.constexpr, HALF: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
@@ -63,7 +72,7 @@ def _backward_kernel(
     )
     at = start + tl.arange(0, BLOCK)
     dy = tl.load(dy_ptr + row * dy_stride + at, mask=at < features, other=0.0).to(COMPUTE)
-    value, slope = activate_and_derive(gate, ACT)
+    value, slope = activate_and_derive(gate, ACT, HALF)
     dgate = (dy * up * slope).to(dgate_ptr.dtype.element_ty)
     dup = (dy * value).to(dgate_ptr.dtype.element_ty)
     if PACKED:
@@ -129,9 +138,10 @@ def gated_act_forward(gate: Tensor, up: Tensor | None, activation: int) -> Tenso
     features = gate.shape[1] // (1 + packed)
     block, blocks = _blocks(features)
     with on_device_of(y):
-        _forward_kernel[(gate.shape[0] * blocks,)](
+        launch(
+            _forward_kernel, (gate.shape[0] * blocks,),
             gate, gate if packed else up, y, features, blocks, gate.stride(0), 0 if packed else up.stride(0),
-            ACT=activation, COMPUTE=compute_type(y), PACKED=packed, BLOCK=block, num_warps=8,
+            ACT=activation, HALF=is_half(y), COMPUTE=compute_type(y), PACKED=packed, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return y
 
@@ -151,10 +161,11 @@ def gated_act_backward(gate: Tensor, up: Tensor | None, dy: Tensor, activation: 
     features = dy.shape[1]
     block, blocks = _blocks(features)
     with on_device_of(dgate):
-        _backward_kernel[(dy.shape[0] * blocks,)](
+        launch(
+            _backward_kernel, (dy.shape[0] * blocks,),
             gate, gate if packed else up, dy, dgate, dup, features, blocks,
             gate.stride(0), 0 if packed else up.stride(0), dy.stride(0), gate.shape[1],
-            ACT=activation, COMPUTE=compute_type(dy), PACKED=packed, BLOCK=block, num_warps=8,
+            ACT=activation, HALF=is_half(dy), COMPUTE=compute_type(dy), PACKED=packed, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return dgate, dup
 

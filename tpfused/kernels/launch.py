@@ -58,6 +58,36 @@ def on_device_of(x: Tensor):
     return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
 
 
+def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: int, num_stages: int = 3, **constants):
+    """``kernel[grid](*args, **constants)`` in a third of its host time: the compiled kernel is looked up by what Triton
+    specialises on, in Python of our own. `constants` are the kernel's last parameters.
+    """
+    if triton.knobs.runtime.interpret:
+        return kernel[grid](*args, **constants)
+    values = [constants[name] for name in kernel.arg_names[len(args) :]]
+    key = id(kernel), torch.cuda.current_device(), num_warps, num_stages, *values, *map(_specialisation, args)
+    compiled = _compiled.get(key)
+    if compiled is None:
+        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+    else:
+        compiled[(*grid, 1, 1)[:3]](*args, *values)
+
+
+_compiled: dict[tuple, object] = {}
+
+
+def _specialisation(x) -> object:
+    """What of an argument Triton compiles for: dtype and 16-byte alignment of a pointer, block of a descriptor, whether
+    an integer is 1 or a multiple of 16, and how wide it is."""
+    if isinstance(x, Tensor):
+        return x.dtype, x.data_ptr() % 16 == 0
+    if isinstance(x, int):
+        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
+    if x is None or isinstance(x, float):
+        return x is None
+    return x.base.dtype, *x.block_shape  # a TMA descriptor; its layout follows from these
+
+
 @lru_cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
@@ -83,6 +113,11 @@ def block_of(size: int, limit: int) -> int:
 def compute_type(x: Tensor) -> tl.dtype:
     """What a kernel computes in: float32, or float64 for float64 input."""
     return tl.float64 if x.dtype == torch.float64 else tl.float32
+
+
+def is_half(x: Tensor) -> bool:
+    """Whether results are rounded to 16 bits: `activations` then has cheaper forms."""
+    return x.dtype in (torch.float16, torch.bfloat16)
 
 
 def unit_stride(x: Tensor) -> Tensor:

@@ -22,7 +22,16 @@ from torch import Tensor
 from tpfused.kernels.activations import ACTIVATIONS, activate, derive
 from tpfused.kernels.choices import choose
 from tpfused.kernels.gated_act import gated_act_backward, gated_act_forward
-from tpfused.kernels.launch import block_of, compute_type, needs_kernel_device, on_device_of, register, unit_stride
+from tpfused.kernels.launch import (
+    block_of,
+    compute_type,
+    is_half,
+    launch,
+    needs_kernel_device,
+    on_device_of,
+    register,
+    unit_stride,
+)
 from tpfused.kernels.matmul import matmul, row_tile
 
 BACKENDS = ("triton", "cublaslt", "cublas")
@@ -30,16 +39,16 @@ ROWS_EACH = 64  # rows a program of the backward pass sums
 
 
 @triton.jit
-def _act_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
+def _act_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, HALF: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr):
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(COMPUTE)
-    tl.store(y_ptr + at, activate(x, ACT).to(y_ptr.dtype.element_ty), mask=at < count)
+    tl.store(y_ptr + at, activate(x, ACT, HALF).to(y_ptr.dtype.element_ty), mask=at < count)
 
 
 @triton.jit
 def _act_backward_kernel(
     dy_ptr, pre_ptr, dpre_ptr, sums_ptr, m, n, dy_stride,
-    ACT: tl.constexpr, SUMS: tl.constexpr, COMPUTE: tl.constexpr,
+    ACT: tl.constexpr, HALF: tl.constexpr, SUMS: tl.constexpr, COMPUTE: tl.constexpr,
     EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """``dpre = dy * act'(pre)`` of `EACH` rows and `BLOCK` columns, and the sums of those columns over those rows."""
@@ -52,7 +61,7 @@ def _act_backward_kernel(
         dpre = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=inside, other=0.0).to(COMPUTE)
         if ACT != 0:
             at = rows[:, None] * n + cols[None, :]
-            dpre *= derive(tl.load(pre_ptr + at, mask=inside, other=0.0).to(COMPUTE), ACT)
+            dpre *= derive(tl.load(pre_ptr + at, mask=inside, other=0.0).to(COMPUTE), ACT, HALF)
             tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
         total += dpre
     if SUMS:
@@ -200,7 +209,7 @@ def _forward(
             unit_stride(x), weight.T, y, bias=bias, activation=activation, gated=gated, pre=pre if keeps_pre else None
         )
         return y, pre
-    if name == "cublaslt" and m > 0:
+    if name == "cublaslt" and min(m, n, k) > 0:
         use_gelu = activation == ACTIVATIONS["gelu_tanh"]
         return torch._addmm_activation(bias, x, weight.T, use_gelu=use_gelu), x.new_empty(0, n)
     pre = torch.nn.functional.linear(x, weight, bias)
@@ -218,8 +227,17 @@ def _act(pre: Tensor, activation: int) -> Tensor:
         return pre
     y = torch.empty_like(pre)
     with on_device_of(pre):
-        _act_kernel[(triton.cdiv(pre.numel(), 2048),)](
-            pre, y, pre.numel(), ACT=activation, COMPUTE=compute_type(pre), BLOCK=2048, num_warps=8
+        launch(
+            _act_kernel,
+            (triton.cdiv(pre.numel(), 2048),),
+            pre,
+            y,
+            pre.numel(),
+            ACT=activation,
+            HALF=is_half(pre),
+            COMPUTE=compute_type(pre),
+            BLOCK=2048,
+            num_warps=8,
         )
     return y
 
@@ -235,9 +253,11 @@ def _act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> 
         dy = unit_stride(dy)
         block = block_of(n, 512)
         with on_device_of(dy):
-            _act_backward_kernel[(triton.cdiv(n, block), parts)](
-                dy, pre, dpre, sums, m, n, dy.stride(0), ACT=activation, SUMS=with_sums, COMPUTE=compute_type(dy),
-                EACH=ROWS_EACH, ROWS=max(1, 4096 // block) if block < 512 else 8, BLOCK=block, num_warps=8,
+            launch(
+                _act_backward_kernel, (triton.cdiv(n, block), parts),
+                dy, pre, dpre, sums, m, n, dy.stride(0),
+                ACT=activation, HALF=is_half(dy), SUMS=with_sums, COMPUTE=compute_type(dy),
+                EACH=ROWS_EACH, ROWS=min(ROWS_EACH, 4096 // block), BLOCK=block, num_warps=8,
             )  # fmt: skip
     return dpre, _add_sums(sums, dy.dtype) if with_sums else dy.new_empty(0)
 
@@ -247,7 +267,7 @@ def _add_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, dtype=dtype, device=sums.device)
     if n:
         with on_device_of(sums):
-            _add_sums_kernel[(triton.cdiv(n, 32),)](sums, out, parts, n, PARTS=64, BLOCK=32, num_warps=4)
+            launch(_add_sums_kernel, (triton.cdiv(n, 32),), sums, out, parts, n, PARTS=64, BLOCK=32, num_warps=4)
     return out
 
 

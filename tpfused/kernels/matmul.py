@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpfused.kernels.activations import activate, derive
 from tpfused.kernels.elementary import tile_at
-from tpfused.kernels.launch import capability, compute_type, multiprocessors, on_device_of
+from tpfused.kernels.launch import capability, compute_type, is_half, launch, multiprocessors, on_device_of
 
 HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_DEPTH = 128, 256, 256  # matmul_hopper's tile, and the least K it is for
 
@@ -207,12 +207,13 @@ def matmul(
         ]
     x_, w_, pre_, y_ = operands
     with on_device_of(x):
-        _matmul_kernel[(programs,)](
+        launch(
+            _matmul_kernel, (programs,),
             x_, w_, y if bias is None else bias, y_ if pre is None else pre_, y_,
             y if column_sums is None else column_sums, y if hook is None else hook,
             m, n, k, *x.stride(), *w.stride(),
             ACT=activation, GATED=gated, PRE="none" if pre is None else "write" if column_sums is None else "read",
-            HAS_BIAS=bias is not None, HALF=x.dtype in (torch.float16, torch.bfloat16),
+            HAS_BIAS=bias is not None, HALF=is_half(x),
             W_BY_ROWS=by_rows, PRECISION="tf32" if _tf32(x) else "ieee", COMPUTE=compute_type(x),
             BEFORE_TILE=before_tile, TMA=tma, BM=t.rows, BN=t.columns, BK=t.depth, GROUP=t.group, PARTS=t.parts,
             PROGRAMS=programs, FLATTEN=before_tile is None and tma, num_stages=t.stages, num_warps=t.warps,
@@ -230,7 +231,7 @@ def row_tile(x: Tensor, w: Tensor, pre: Tensor) -> int:
 
 
 def _hopper_can(x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, pre: Tensor | None) -> bool:
-    if capability(x.device) != (9, 0) or x.dtype not in (torch.float16, torch.bfloat16) or x.shape[1] < HOPPER_DEPTH:
+    if capability(x.device) != (9, 0) or not is_half(x) or x.shape[1] < HOPPER_DEPTH:
         return False
     if triton.cdiv(x.shape[0], HOPPER_ROWS) * triton.cdiv(w.shape[1], HOPPER_COLUMNS) < multiprocessors(x.device):
         return False

@@ -14,6 +14,8 @@ Shared memory: 3 stages of 48 KiB, 64 KiB for the finished tile, 16 KiB for a pa
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -29,15 +31,32 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tpfused.kernels.activations import activate, derive
 from tpfused.kernels.elementary import tile_at
-from tpfused.kernels.launch import multiprocessors, on_device_of
+from tpfused.kernels.launch import launch, multiprocessors, on_device_of
 from tpfused.kernels.matmul import HOPPER_COLUMNS, HOPPER_ROWS
 
 BM, BN, BK = HOPPER_ROWS, HOPPER_COLUMNS, 64
 GROUP = 8  # rows of tiles
 STAGES = 3
 PART = 64  # columns the epilogue holds at a time: 128 bytes, one row of a swizzled buffer
+LAST_BLOCKS = 1  # of four, of a program's last tile, that the epilogue's four warps do; the other eight do the rest
 # Of a thread of the epilogue; the multiplying warps get the rest of 12 x 168, 184 or (without a bias) 160.
 REGISTERS, REGISTERS_WITH_PRE = 136, 184
+
+
+# Names that changed after Triton 3.6.
+tma_load = getattr(tma, "async_load", None) or tma.async_copy_global_to_shared
+tma_store = getattr(tma, "async_store", None) or tma.async_copy_shared_to_global
+thread_barrier = getattr(gl, "thread_barrier", None) or gl.barrier
+_PUBLIC_NAME = gl.constexpr(hasattr(gl.shared_memory_descriptor, "reinterpret"))
+
+
+@gluon.jit
+def _view(buffer, shape: gl.constexpr, layout: gl.constexpr):
+    """The same shared memory with another shape and layout."""
+    if _PUBLIC_NAME:
+        return buffer.reinterpret(buffer.dtype, shape, layout)
+    else:
+        return buffer._reinterpret(buffer.dtype, shape, layout)
 
 
 @gluon.jit
@@ -59,14 +78,14 @@ def _load_next(
         first = wanted & (start == 0)
         mbarrier.expect(arrived, (BM + BN) * BK * 2 + BN * 2, pred=first)
         mbarrier.expect(arrived, (BM + BN) * BK * 2, pred=wanted & (start != 0))
-        tma.async_copy_global_to_shared(bias, [col], arrived, bias_ring.index(turn), pred=first)
+        tma_load(bias, [col], arrived, bias_ring.index(turn), pred=first)
     else:
         mbarrier.expect(arrived, (BM + BN) * BK * 2, pred=wanted)
-    tma.async_copy_global_to_shared(x, [row, start], arrived, a_ring.index(stage), pred=wanted)
+    tma_load(x, [row, start], arrived, a_ring.index(stage), pred=wanted)
     if W_BY_ROWS:
-        tma.async_copy_global_to_shared(w, [start, col], arrived, b_ring.index(stage), pred=wanted)
+        tma_load(w, [start, col], arrived, b_ring.index(stage), pred=wanted)
     else:
-        tma.async_copy_global_to_shared(w, [col, start], arrived, b_ring.index(stage), pred=wanted)
+        tma_load(w, [col, start], arrived, b_ring.index(stage), pred=wanted)
     stage = (stage + 1) % STAGES
     start += BK
     if start >= k:
@@ -81,9 +100,11 @@ def _load_next(
 
 @gluon.jit
 def _multiply(
-    x, w, bias, a_ring, b_ring, bias_ring, ready, finished, done, taken, hook_ptr, m, n, k,
+    x, w, bias, a_ring, b_ring, bias_ring, ready, finished, done, taken, hook_ptr,
+    finished_parts, late_arrived, pre, y, sums_ptr, m, n, k,
     HAS_BIAS: gl.constexpr, W_BY_ROWS: gl.constexpr, BEFORE_TILE: gl.constexpr, PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, PART: gl.constexpr, LAST_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
     tiles_m = gl.cdiv(m, BM)
@@ -117,7 +138,7 @@ def _multiply(
             acc = warpgroup_mma(a, b, acc, is_async=True)
             # With one step in flight, the one before it has left its stage, in every warp after the barrier.
             acc = warpgroup_mma_wait(1, deps=(acc, a, b))[0]
-            gl.thread_barrier()
+            thread_barrier()
             load_tile, row, col, load_start, load_stage, load_turn = _load_next(
                 x, w, bias, a_ring, b_ring, bias_ring, ready, hook_ptr,
                 load_tile, row, col, load_start, load_stage, load_turn, m, n, k,
@@ -133,58 +154,90 @@ def _multiply(
         mbarrier.wait(taken, turn ^ 1)
         finished.store(acc.to(finished.dtype))
         fence_async_shared()
-        gl.thread_barrier()
+        thread_barrier()
         mbarrier.arrive(done)
         turn ^= 1
 
+    # Nothing hides the last tile's epilogue: these warps, now idle, take the larger part of it.
+    tiles = tiles_m * tiles_n
+    if gl.program_id(0) < tiles:
+        last = tiles - 1 - (tiles - 1 - gl.program_id(0)) % PROGRAMS
+        tile_m, tile_n = tile_at(last, tiles_m, tiles_n, GROUP)
+        row = tile_m * BM
+        col = tile_n * BN
+        if PRE == "read":
+            mbarrier.expect(late_arrived, BM * PART * 2)
+            tma_load(pre, [row, col + LAST_BLOCKS * PART], late_arrived, a_ring.index(0))
+        _finish_blocks(
+            finished_parts, LAST_BLOCKS, BN // PART, a_ring.index(0), late_arrived, pre, y,
+            sums_ptr + tile_m.to(gl.int64) * n, row, col, m, n, ACT, GATED, PRE, BM, PART, 8,
+        )  # fmt: skip
+
 
 @gluon.jit
-def _finish_block(
-    part, pre, y, pre_part, pre_arrived, phase, more, sums_ptr, row, col, m, n, WAIT: gl.constexpr,
+def _finish_blocks(
+    finished, first, end, pre_part, pre_arrived, pre, y, sums_ptr, row, col, m, n,
     ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, BM: gl.constexpr, PART: gl.constexpr,
     WARPS: gl.constexpr,
 ):  # fmt: skip
-    """Turn one block of columns of a finished tile into its outputs, in place."""
+    """Turn the blocks of columns from `first` to `end` of a finished tile at (row, col) into its outputs, in place."""
     # Sixteen bytes a thread, and a thread's rows far apart: sums over rows are mostly its own additions.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 8], [32 * 8 // PART, PART // 8], [WARPS, 1], [1, 0])
-    z = part.load(LAYOUT).to(gl.float32)
-    if PRE == "read":
-        mbarrier.wait(pre_arrived, phase)
-        before = pre_part.load(LAYOUT)
-        gl.thread_barrier()
-        mbarrier.expect(pre_arrived, BM * PART * 2, pred=more)
-        tma.async_copy_global_to_shared(pre, [row, col + PART], pre_arrived, pre_part, pred=more)
-        # Rows beyond m are zero in x, hence in z, and add nothing to the sums.
-        z = z * derive(before.to(gl.float32), ACT, True)
-        cols = col + gl.arange(0, PART, gl.SliceLayout(0, LAYOUT))
-        gl.store(sums_ptr + cols, gl.sum(z, axis=0), mask=cols < n)
-    elif GATED:
-        gate, up = gl.split(gl.reshape(z, (BM, PART // 2, 2)))
-        z = activate(gate, ACT, True) * up
-    else:
-        z = activate(z, ACT, True)
     if PRE == "write":
-        tma.store_wait(WAIT)
-    gl.thread_barrier()
-    if GATED:
-        out = part._reinterpret(part.dtype, [BM, PART // 2], y.layout)
-    else:
-        out = part
-    out.store(z.to(out.dtype))
-    fence_async_shared()
-    gl.thread_barrier()
-    tma.async_copy_shared_to_global(y, [row, col // 2 if GATED else col], out)
+        for block in range(first, end):
+            tma_store(pre, [row, col + block * PART], finished.index(block))
+    for block in range(first, end):
+        part = finished.index(block)
+        block_col = col + block * PART
+        z = part.load(LAYOUT).to(gl.float32)
+        if PRE == "read":
+            mbarrier.wait(pre_arrived, (block - first) % 2)
+            before = pre_part.load(LAYOUT)
+            thread_barrier()
+            more = block + 1 < end
+            mbarrier.expect(pre_arrived, BM * PART * 2, pred=more)
+            tma_load(pre, [row, block_col + PART], pre_arrived, pre_part, pred=more)
+            # Rows beyond m are zero in x, hence in z, and add nothing to the sums.
+            z = z * derive(before.to(gl.float32), ACT, True)
+            cols = block_col + gl.arange(0, PART, gl.SliceLayout(0, LAYOUT))
+            # Even and odd columns in turn, which halves the shared memory that sums need.
+            even, odd = gl.split(gl.reshape(z, (BM, PART // 2, 2)))
+            total = gl.reshape(gl.join(gl.sum(even, axis=0), gl.sum(odd, axis=0)), (PART,))
+            total = gl.convert_layout(total, gl.SliceLayout(0, LAYOUT))
+            gl.store(sums_ptr + cols, total, mask=cols < n)
+        elif GATED:
+            gate, up = gl.split(gl.reshape(z, (BM, PART // 2, 2)))
+            z = activate(gate, ACT, True) * up
+        else:
+            z = activate(z, ACT, True)
+        if PRE == "write":
+            # This block's pre-activation must have left, and has once all stores but the last have: unless it is that.
+            if end - first > 1:
+                tma.store_wait(1)
+            else:
+                tma.store_wait(0)
+        thread_barrier()
+        if GATED:
+            HALF_AS_WIDE: gl.constexpr = y.layout
+            out = _view(part, [BM, PART // 2], HALF_AS_WIDE)
+        else:
+            out = part
+        out.store(z.to(out.dtype))
+        fence_async_shared()
+        thread_barrier()
+        tma_store(y, [row, block_col // 2 if GATED else block_col], out)
+    tma.store_wait(0)
+    thread_barrier()
 
 
 @gluon.jit
 def _finish(
     finished, pre_part, pre_arrived, done, taken, pre, y, sums_ptr, m, n,
     ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, LAST_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(m, BM)
     tiles_n = gl.cdiv(n, BN)
-    BLOCKS: gl.constexpr = BN // PART
     phase = 0
     for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
         tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
@@ -192,20 +245,13 @@ def _finish(
         col = tile_n * BN
         if PRE == "read":
             mbarrier.expect(pre_arrived, BM * PART * 2)
-            tma.async_copy_global_to_shared(pre, [row, col], pre_arrived, pre_part)
+            tma_load(pre, [row, col], pre_arrived, pre_part)
         mbarrier.wait(done, phase)
-        if PRE == "write":
-            for block in gl.static_range(BLOCKS):
-                tma.async_copy_shared_to_global(pre, [row, col + block * PART], finished.index(block))
-        for block in range(BLOCKS):
-            # Of the stores under way, this block's pre-activation must be over: the others' and earlier y may not.
-            _finish_block(
-                finished.index(block), pre, y, pre_part, pre_arrived, block % 2, block < BLOCKS - 1,
-                sums_ptr + tile_m.to(gl.int64) * n, row, col + block * PART, m, n, BLOCKS - 1,
-                ACT, GATED, PRE, BM, PART, 4,
-            )  # fmt: skip
-        tma.store_wait(0)
-        gl.thread_barrier()
+        end = LAST_BLOCKS if tile + PROGRAMS >= tiles_m * tiles_n else BN // PART
+        _finish_blocks(
+            finished, 0, end, pre_part, pre_arrived, pre, y, sums_ptr + tile_m.to(gl.int64) * n, row, col, m, n,
+            ACT, GATED, PRE, BM, PART, 4,
+        )  # fmt: skip
         mbarrier.arrive(taken)
         phase ^= 1
 
@@ -216,25 +262,27 @@ def _kernel(
     ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, HAS_BIAS: gl.constexpr, W_BY_ROWS: gl.constexpr,
     BEFORE_TILE: gl.constexpr, PROGRAMS: gl.constexpr,
     BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    PART: gl.constexpr, REGISTERS: gl.constexpr,
+    PART: gl.constexpr, LAST_BLOCKS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     a_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
     b_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BK, BN] if W_BY_ROWS else [STAGES, BN, BK], w.layout)
-    bias_ring = gl.allocate_shared_memory(x.dtype, [2, BN], bias.layout)
+    bias_ring = gl.allocate_shared_memory(x.dtype, [2, BN if HAS_BIAS else 8], bias.layout)
     # One buffer, filled as a tile and emptied in parts: swizzled, it lies in memory as one block of 64 columns (128
     # bytes) after another, each row by row.
     WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], x.dtype)
     PARTS: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, PART], x.dtype)
     finished = gl.allocate_shared_memory(x.dtype, [BM, BN], WHOLE)
-    finished_parts = finished._reinterpret(x.dtype, [BN // PART, BM, PART], PARTS)
+    finished_parts = _view(finished, [BN // PART, BM, PART], PARTS)
     pre_part = gl.allocate_shared_memory(x.dtype, [BM, PART] if PRE == "read" else [8, PART], PARTS)
     ready = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     pre_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    late_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     mbarrier.init(pre_arrived, count=1)
+    mbarrier.init(late_arrived, count=1)
     mbarrier.init(done, count=1)
     mbarrier.init(taken, count=1)
     fence_async_shared()
@@ -243,15 +291,17 @@ def _kernel(
             (
                 _multiply,
                 (
-                    x, w, bias, a_ring, b_ring, bias_ring, ready, finished, done, taken, hook_ptr, m, n, k,
+                    x, w, bias, a_ring, b_ring, bias_ring, ready, finished, done, taken, hook_ptr,
+                    finished_parts, late_arrived, pre, y, sums_ptr, m, n, k,
                     HAS_BIAS, W_BY_ROWS, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP, STAGES,
+                    ACT, GATED, PRE, PART, LAST_BLOCKS,
                 ),
             ),
             (
                 _finish,
                 (
                     finished_parts, pre_part, pre_arrived, done, taken, pre, y, sums_ptr, m, n,
-                    ACT, GATED, PRE, PROGRAMS, BM, BN, GROUP, PART,
+                    ACT, GATED, PRE, PROGRAMS, BM, BN, GROUP, PART, LAST_BLOCKS,
                 ),
             ),
         ],
@@ -260,9 +310,13 @@ def _kernel(
     )  # fmt: skip
 
 
-def _describe(x: Tensor, block: list[int]) -> TensorDescriptor:
-    layout = gl.NVMMASharedLayout.get_default_for(block, gl.bfloat16 if x.element_size() == 2 else gl.float32)
-    return TensorDescriptor(x, x.shape, x.stride(), block, layout)
+@lru_cache
+def _layout(*block: int) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)  # float16's is the same
+
+
+def _describe(x: Tensor, *block: int) -> TensorDescriptor:
+    return TensorDescriptor(x, x.shape, x.stride(), list(block), _layout(*block))
 
 
 def matmul_hopper(
@@ -281,15 +335,16 @@ def matmul_hopper(
     (m, k), n = x.shape, w.shape[1]
     by_rows = w.stride(1) == 1
     programs = min(multiprocessors(x.device), triton.cdiv(m, BM) * triton.cdiv(n, BN))
-    part = _describe(pre if pre is not None else x, [BM, PART])
+    part = _describe(pre if pre is not None else x, BM, PART)
     with on_device_of(x):
-        _kernel[(programs,)](
-            _describe(x, [BM, BK]), _describe(w, [BK, BN]) if by_rows else _describe(w.T, [BN, BK]),
-            _describe(bias if bias is not None else x.reshape(-1), [BN]), part,
-            _describe(y, [BM, PART // (1 + gated)]),
+        launch(
+            _kernel, (programs,),
+            _describe(x, BM, BK), _describe(w, BK, BN) if by_rows else _describe(w.T, BN, BK),
+            _describe(bias if bias is not None else x.reshape(-1), BN), part,
+            _describe(y, BM, PART // (1 + gated)),
             y if column_sums is None else column_sums, y if hook is None else hook, m, n, k,
             ACT=activation, GATED=gated, PRE="none" if pre is None else "write" if column_sums is None else "read",
             HAS_BIAS=bias is not None, W_BY_ROWS=by_rows, BEFORE_TILE=before_tile, PROGRAMS=programs,
-            BM=BM, BN=BN, BK=BK, GROUP=GROUP, STAGES=STAGES, PART=PART,
+            BM=BM, BN=BN, BK=BK, GROUP=GROUP, STAGES=STAGES, PART=PART, LAST_BLOCKS=LAST_BLOCKS,
             REGISTERS=REGISTERS if column_sums is None else REGISTERS_WITH_PRE, num_warps=8,
         )  # fmt: skip

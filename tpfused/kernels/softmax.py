@@ -16,7 +16,15 @@ import triton.language as tl
 from torch import Tensor
 
 from tpfused.kernels.elementary import LOG2E, exp2
-from tpfused.kernels.launch import block_of, compute_type, needs_kernel_device, on_device_of, register, unit_stride
+from tpfused.kernels.launch import (
+    block_of,
+    compute_type,
+    launch,
+    needs_kernel_device,
+    on_device_of,
+    register,
+    unit_stride,
+)
 
 WHOLE_ROW = 32768  # keys; 1024 threads hold 32 each
 LONG_ROW_BLOCK = 4096
@@ -303,7 +311,8 @@ def _launch(kernel, x: Tensor, mask: Tensor | None, seed, scale, causal, dropout
     three_dimensions = max(triton.cdiv(queries, rows_each), batch) < 65536
     grid = (heads, triton.cdiv(queries, rows_each), batch) if three_dimensions else (triton.cdiv(rows, rows_each),)
     with on_device_of(x):
-        kernel[grid](
+        launch(
+            kernel, grid,
             x, broadcast.view(torch.uint8) if bool_mask else broadcast, *tensors, seed,
             scale, dropout_p, 1.0 / (1.0 - dropout_p), rows, heads, queries, keys,
             *x.stride()[:3], *mask_strides, *strides,
