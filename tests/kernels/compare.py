@@ -18,9 +18,9 @@ def assert_matches(kernel: Callable, reference: Callable, inputs: list[Tensor | 
         assert a.dtype == dtype and a.shape == e.shape, f"{what} {index}: {a.dtype} {a.shape}"
         if a.numel() == 0:
             continue
-        # In float64 the twin is no more exact than the kernel: a few operations' roundings. In float32 eager's own
-        # error in a sum of some dozens is a matter of luck.
-        roundings = {torch.float64: 16, torch.float32: 4}.get(dtype, 2)
+        # In float64 the twin is no more exact than the kernel: a few operations' roundings. In float32 how lucky eager
+        # is with one small sum says little.
+        roundings = {torch.float64: 16, torch.float32: 8}.get(dtype, 2)
         rounding = roundings * torch.finfo(dtype).eps * e.abs().max()
         error, allowed = (a.double() - e).abs().max(), 2 * (t.double() - e).abs().max() + rounding
         assert error <= allowed, f"{what} {index} in {dtype}: error {error:.2e}, allowed {allowed:.2e}"

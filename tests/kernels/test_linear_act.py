@@ -56,7 +56,7 @@ def test_equals_its_twin(device, dtypes, activation, backend):
         assert_matches(here, twin(activation), [x, weight, bias], f"{m, k, n}")
         if activation is None:
             assert_matches(here, twin(None), [x, weight], f"no bias {m, k, n}")
-        if activation == "silu":
+        if activation == "silu" and n % 2 == 0:
             gated = lambda *a: linear_act(*a, activation="silu", gated=True, backend=backend)  # noqa: E731
             assert_matches(gated, twin("silu", True), [x, weight, bias], f"gated {m, k, n}")
 
