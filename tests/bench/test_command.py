@@ -20,6 +20,7 @@ ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {
     "op": None,
     "case": None,
+    "without": None,
     "quick": False,
     "list": False,
     "dtype": "bf16",
@@ -105,6 +106,7 @@ def test_without_a_gpu(capsys):
         (["--op", "sofmax"], "did you mean 'softmax'?"),
         (["--op", "x"], "choose linear_act, gated_act"),
         (["--case", "nowhere"], "'nowhere'"),
+        (["--without", "eager"], "choose compile, cublaslt"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
         (["--dtype", "int8"], "choose bf16, fp16, fp32"),
         (["--seed", "-1"], "--seed"),
@@ -154,6 +156,12 @@ def measure(monkeypatch, tmp_path):
         return job.measure(chosen, OPTIONS | files | options, FakeTimer(), device="cpu"), tmp_path
 
     return run
+
+
+def test_a_variant_left_out(measure):
+    code, folder = measure([made_up()], without=["compile", "liger"])
+    assert code == 0
+    assert [row["variant"] for row in json.loads((folder / "run.json").read_text())["rows"]] == ["ours", "eager"]
 
 
 def test_files(measure):

@@ -82,7 +82,7 @@ def measure(chosen: list[Case], options: Mapping[str, Any], timer, device: str =
     with console.progress(len(chosen)) as progress:
         for case in chosen:
             progress.start(case.label)
-            found = run_case(case, setting, timer, rounds, options["eager_time"])
+            found = run_case(case, setting, timer, rounds, options["eager_time"], options["without"] or ())
             progress.done(found)
             rows += found
             _write(options, meta, rows)
@@ -145,6 +145,10 @@ def _check(options: Mapping[str, Any]) -> None:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(DTYPES)}")
     if options["seed"] is not None and not 0 <= options["seed"] < 2**63:
         raise UserError(f"--seed must be at least 0 and below 2**63, not {options['seed']}")
+    known = {variant for name in OPERATIONS for case in cases(name) for variant in case.variants} - {"ours", "eager"}
+    for name in options["without"] or ():
+        if name not in known:
+            raise UserError(f"--without {name}: choose {', '.join(sorted(known))} (ours and eager stay)")
     for option in ("json", "csv"):
         if options[option] is not None:
             check_writable(option, options[option])

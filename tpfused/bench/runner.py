@@ -32,11 +32,13 @@ class Checked:
     failure: str | None = None
 
 
-def run_case(case: Case, setting: Setting, timer, rounds: int, eager_time: bool = False) -> list[Row]:
-    """Rows, one a variant, those that failed included. `timer` is a `GpuTimer`."""
+def run_case(
+    case: Case, setting: Setting, timer, rounds: int, eager_time: bool = False, without: Sequence[str] = ()
+) -> list[Row]:
+    """Rows, one a variant, those that failed included. `timer` is a `GpuTimer`; `without`: variants to leave out."""
     try:
         with timer.session():
-            return _rows(case, setting, timer, rounds, eager_time)
+            return _rows(case, setting, timer, rounds, eager_time, without)
     except Exception as error:  # the other cases still have a chance: out of memory, say
         timer.recover()
         return [_row(case, setting, OURS[0], error=_line(error))]
@@ -67,8 +69,10 @@ def largest_errors(outputs: Sequence[Tensor], exact: Sequence[Tensor]) -> list[t
     ]
 
 
-def _rows(case: Case, setting: Setting, timer, rounds: int, eager_time: bool) -> list[Row]:
+def _rows(case: Case, setting: Setting, timer, rounds: int, eager_time: bool, without: Sequence[str]) -> list[Row]:
     work = case.build(setting)
+    for name in without:
+        work.variants.pop(name, None)
     checked = _check(work, timer)
     facts: dict[str, Row] = {name: {"error": checked[name].failure} for name in work.variants}
     timed = {_FLOOR: timer.prepare(work.floor.call)}

@@ -69,6 +69,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what = kernels.add_argument_group("what to measure")
     what.add_argument("--op", action="append", metavar="NAME", help="this operation only; may be given again")
     what.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
+    what.add_argument(
+        "--without", action="append", metavar="VARIANT", help="leave a variant out (compile takes most of the time)"
+    )
     what.add_argument("--quick", action="store_true", help="fewer cases, 7 rounds")
     what.add_argument("--list", action="store_true", help="print operations, cases and variants, and end")
     what.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16 (default), fp16 or fp32")
