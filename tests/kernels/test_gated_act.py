@@ -27,14 +27,16 @@ def test_equals_its_twin_in_every_layout(device, dtypes, activation, features, m
         assert_matches(lambda x: gated_act(x, activation=activation), packed, [both.transpose(0, 1)], "transposed")
         halves = lambda x: gated_act(x, activation=activation, packed=False)  # noqa: E731
         assert_matches(halves, lambda x: twin(*x.chunk(2, dim=-1)), [both], "halves")
+        assert_matches(halves, lambda x: twin(*x.chunk(2, dim=-1)), [both.transpose(0, 1)], "halves, transposed")
         assert_matches(lambda g, u: gated_act(g, u, activation=activation), twin, [gate, up], "separate")
 
 
 def test_gradcheck_operator_and_nothing_to_do(device):
     x = torch.randn(2, 6, device=device, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: gated_act(x, activation="gelu"), x)
-    torch.library.opcheck(torch.ops.tpfused.gated_act.default, (x, None, 4))
-    torch.library.opcheck(torch.ops.tpfused.gated_act.default, (x, x.detach().clone().requires_grad_(), 1))
+    torch.library.opcheck(torch.ops.tpfused.gated_act.default, (x, None, True, 4))
+    torch.library.opcheck(torch.ops.tpfused.gated_act.default, (x, x.detach().clone().requires_grad_(), True, 1))
+    torch.library.opcheck(torch.ops.tpfused.gated_act.default, (x, None, False, 2))
     assert gated_act(x[:0]).shape == (0, 3)
 
 

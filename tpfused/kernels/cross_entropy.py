@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfused.kernels.launch import block_of, compute_type, launch, on_device_of, register, unit_stride
+from tpfused.kernels.launch import block_of, cdiv, compute_type, launch, on_device_of, register, unit_stride
 
 BLOCK = 8192  # logits a program holds at a time
 ENOUGH_PROGRAMS = 1024  # split rows until there are about as many: eight for each multiprocessor of a large GPU
@@ -139,8 +139,8 @@ def _statistics(logits: Tensor, target: Tensor, vocab_start: int, with_sum: bool
     """
     width = logits.shape[-1]
     tokens = target.numel()
-    parts = max(1, min(triton.cdiv(width, BLOCK), ENOUGH_PROGRAMS // max(1, tokens)))
-    part_width = triton.cdiv(width, parts)
+    parts = max(1, min(cdiv(width, BLOCK), ENOUGH_PROGRAMS // max(1, tokens)))
+    part_width = cdiv(width, parts)
     dtype = torch.promote_types(logits.dtype, torch.float32)
     stats = torch.empty(parts, 4, tokens, dtype=dtype, device=logits.device)
     if tokens == 0:
@@ -168,7 +168,7 @@ def _loss(
     if tokens:
         with on_device_of(stats):
             launch(
-                _loss_kernel, (triton.cdiv(tokens, 256),),
+                _loss_kernel, (cdiv(tokens, 256),),
                 stats, target.contiguous(), out, log_z, tokens, parts, vocab_size, ignore_index, smoothing, z_loss,
                 COMPUTE=compute_type(stats), BLOCK=256, num_warps=4,
             )  # fmt: skip
@@ -197,7 +197,7 @@ def _backward(
     block = block_of(width, BLOCK)
     with on_device_of(x):
         launch(
-            _backward_kernel, (target.numel(), triton.cdiv(width, block)),
+            _backward_kernel, (target.numel(), cdiv(width, block)),
             x, target.contiguous(), log_z, dloss, dx, width, vocab_start, vocab_size, ignore_index, smoothing, z_loss,
             x.shape[1], x.stride(0), x.stride(1), dx.stride(0), dx.stride(1), dloss.stride(0),
             COMPUTE=compute_type(x), BLOCK=block, num_warps=16,

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tpfused.kernels.launch import (
     block_of,
+    cdiv,
     compute_type,
     launch,
     needs_kernel_device,
@@ -51,21 +52,20 @@ def _forward_kernel(
 
 @triton.jit
 def _link_kernel(
-    ids_ptr, rows_ptr, next_ptr, tokens, vocab_start, rows, padding_row, BLOCK: tl.constexpr,
+    ids_ptr, head_ptr, next_ptr, tokens, vocab_start, rows, padding_row, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """A list of each row's tokens, in any order: rows_ptr[0, row] counts them, rows_ptr[1, row] is one of them plus 1,
-    next_ptr[token] the following one plus 1, or 0."""
+    """A list of each row's tokens, in any order: `head_ptr` has one of them plus 1, or 0, `next_ptr` for each token the
+    following one plus 1, or 0."""
     token = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids_ptr + token, mask=token < tokens, other=-1).to(tl.int64) - vocab_start
     wanted = (token < tokens) & (row >= 0) & (row < rows) & (row != padding_row)
-    tl.atomic_add(rows_ptr + row, 1, mask=wanted, sem="relaxed")
-    following = tl.atomic_xchg(rows_ptr + rows + row, token + 1, mask=wanted, sem="relaxed")
+    following = tl.atomic_xchg(head_ptr + row, token + 1, mask=wanted, sem="relaxed")
     tl.store(next_ptr + token, following, mask=wanted)
 
 
 @triton.jit
 def _rows_kernel(
-    ids_ptr, rows_ptr, next_ptr, frequent_ptr, ordered_ptr, dy_ptr, grad_ptr,
+    ids_ptr, head_ptr, next_ptr, frequent_ptr, ordered_ptr, dy_ptr, grad_ptr,
     tokens, features, blocks, dy_stride, grad_stride, vocab_start, rows,
     ACCUMULATE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr, FEW: tl.constexpr, SCAN: tl.constexpr,
 ):  # fmt: skip
@@ -85,45 +85,55 @@ def _rows_kernel(
         token = row
         row = tl.load(ids_ptr + token).to(tl.int64) - vocab_start
         owned = (row >= 0) & (row < rows)
-        mine = tl.load(rows_ptr + rows + row, mask=owned, other=0) == token + 1
+        mine = tl.load(head_ptr + row, mask=owned, other=0) == token + 1
     if mine:
-        count = tl.load(rows_ptr + row)
-        head = tl.load(rows_ptr + rows + row)
+        head = tl.load(head_ptr + row)
+        # Most rows have one token or none: its dy is read while we ask whether there is another.
+        limit = tl.where(head > 0, features, 0)
+        dy = tl.load(dy_ptr + (head - 1).to(tl.int64) * dy_stride + at, mask=at < limit, other=0.0)
+        node = tl.load(next_ptr + head - 1, mask=head > 0, other=0)
         out = grad_ptr + row * grad_stride + at
         inside = at < features
-        if count <= 1:
-            limit = tl.where(count > 0, features, 0)
-            total = tl.load(dy_ptr + (head - 1).to(tl.int64) * dy_stride + at, mask=at < limit, other=0.0).to(COMPUTE)
-            if ACCUMULATE:
-                total += tl.load(out, mask=inside, other=0.0).to(COMPUTE)
-            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
-        elif count <= FEW:
-            total = tl.zeros((BLOCK,), COMPUTE)
-            if ACCUMULATE:
-                total += tl.load(out, mask=inside, other=0.0).to(COMPUTE)
+        before = tl.zeros((BLOCK,), COMPUTE)
+        if ACCUMULATE:
+            before += tl.load(out, mask=inside, other=0.0).to(COMPUTE)
+        if node == 0:
+            tl.store(out, (before + dy.to(COMPUTE)).to(grad_ptr.dtype.element_ty), mask=inside)
+        else:
             listed = tl.where(tl.arange(0, FEW) == 0, head, tokens + 1)
-            for nth in range(1, count):
-                head = tl.load(next_ptr + head - 1)
-                listed = tl.where(tl.arange(0, FEW) == nth, head, listed)
-            for _ in range(count):
-                first = tl.min(listed, axis=0)
-                listed = tl.where(listed == first, tokens + 1, listed)
-                dy = tl.load(dy_ptr + (first - 1).to(tl.int64) * dy_stride + at, mask=inside, other=0.0)
-                total += dy.to(COMPUTE)
-            tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
-        elif tl.program_id(0) % blocks == 0:
-            entry = frequent_ptr + 2 + 3 * tl.atomic_add(frequent_ptr, 1, sem="relaxed")
-            begin = tl.atomic_add(frequent_ptr + 1, count, sem="relaxed")
-            tl.store(entry, row.to(tl.int32))
-            tl.store(entry + 1, begin)
-            tl.store(entry + 2, count)
-            for start in range(0, tokens, SCAN):
-                each = start + tl.arange(0, SCAN)
-                found = tl.load(ids_ptr + each, mask=each < tokens, other=-1).to(tl.int64) == row + vocab_start
-                found = (found & (each < tokens)).to(tl.int32)
-                nth = tl.cumsum(found, axis=0)
-                tl.store(ordered_ptr + begin + nth - 1, each, mask=found != 0)
-                begin += tl.sum(found, axis=0)
+            count = 1
+            while (node > 0) & (count < FEW):
+                listed = tl.where(tl.arange(0, FEW) == count, node, listed)
+                count += 1
+                node = tl.load(next_ptr + node - 1)
+            if node == 0:
+                total = before
+                for _ in range(count):
+                    first = tl.min(listed, axis=0)
+                    listed = tl.where(listed == first, tokens + 1, listed)
+                    dy = tl.load(dy_ptr + (first - 1).to(tl.int64) * dy_stride + at, mask=inside, other=0.0)
+                    total += dy.to(COMPUTE)
+                tl.store(out, total.to(grad_ptr.dtype.element_ty), mask=inside)
+            elif tl.program_id(0) % blocks == 0:
+                # Twice through the ids: the number of this row's decides where the next row's begin.
+                some = tl.zeros((SCAN,), tl.int32)
+                for start in range(0, tokens, SCAN):
+                    each = start + tl.arange(0, SCAN)
+                    id = tl.load(ids_ptr + each, mask=each < tokens, other=-1).to(tl.int64)
+                    some += ((id == row + vocab_start) & (each < tokens)).to(tl.int32)
+                count = tl.sum(some, axis=0)
+                entry = frequent_ptr + 2 + 3 * tl.atomic_add(frequent_ptr, 1, sem="relaxed")
+                begin = tl.atomic_add(frequent_ptr + 1, count, sem="relaxed")
+                tl.store(entry, row.to(tl.int32))
+                tl.store(entry + 1, begin)
+                tl.store(entry + 2, count)
+                for start in range(0, tokens, SCAN):
+                    each = start + tl.arange(0, SCAN)
+                    id = tl.load(ids_ptr + each, mask=each < tokens, other=-1).to(tl.int64)
+                    found = ((id == row + vocab_start) & (each < tokens)).to(tl.int32)
+                    nth = tl.cumsum(found, axis=0)
+                    tl.store(ordered_ptr + begin + nth - 1, each, mask=found != 0)
+                    begin += tl.sum(found, axis=0)
 
 
 @triton.jit
@@ -210,18 +220,18 @@ def _sum_rows(grad: Tensor, ids: Tensor, dy: Tensor, vocab_start: int, padding_r
     ids = ids.reshape(-1)
     dy = unit_stride(dy.reshape(-1, features))
     block = block_of(features, BLOCK)
-    blocks = triton.cdiv(features, block)
+    blocks = cdiv(features, block)
     few_features = block_of(features, FREQUENT_BLOCK)
-    zeroed = torch.zeros(2 * rows + 2 + 3 * (tokens // FEW), dtype=torch.int32, device=grad.device)
-    lists, frequent = zeroed[: 2 * rows], zeroed[2 * rows :]
+    zeroed = torch.zeros(rows + 2 + 3 * (tokens // FEW), dtype=torch.int32, device=grad.device)
+    heads, frequent = zeroed[:rows], zeroed[rows:]
     following, ordered = torch.empty(2, tokens, dtype=torch.int32, device=grad.device)
     same = {"ACCUMULATE": accumulate, "COMPUTE": compute_type(grad if grad.dtype == torch.float64 else dy)}
     with on_device_of(grad):
         launch(
             _link_kernel,
-            (triton.cdiv(tokens, 256),),
+            (cdiv(tokens, 256),),
             ids,
-            lists,
+            heads,
             following,
             tokens,
             vocab_start,
@@ -232,13 +242,13 @@ def _sum_rows(grad: Tensor, ids: Tensor, dy: Tensor, vocab_start: int, padding_r
         )
         launch(
             _rows_kernel, ((tokens if accumulate else rows) * blocks,),
-            ids, lists, following, frequent, ordered, dy, grad,
+            ids, heads, following, frequent, ordered, dy, grad,
             tokens, features, blocks, dy.stride(0), grad.stride(0), vocab_start, rows,
             BLOCK=block, FEW=FEW, SCAN=SCAN, num_warps=8, **same,
         )  # fmt: skip
         if tokens > FEW:
             launch(
-                _frequent_rows_kernel, (min(FREQUENT_PROGRAMS, tokens // FEW), triton.cdiv(features, few_features)),
+                _frequent_rows_kernel, (min(FREQUENT_PROGRAMS, tokens // FEW), cdiv(features, few_features)),
                 frequent, ordered, dy, grad, features, dy.stride(0), grad.stride(0),
                 BLOCK=few_features, TOGETHER=TOGETHER, num_warps=8, **same,
             )  # fmt: skip
@@ -251,7 +261,7 @@ def _forward(ids: Tensor, weight: Tensor, vocab_start: int, vocab_size: int, pad
         return out
     weight = unit_stride(weight)
     block = block_of(features, BLOCK)
-    blocks = triton.cdiv(features, block)
+    blocks = cdiv(features, block)
     with on_device_of(weight):
         launch(
             _forward_kernel, (ids.numel() * blocks,),

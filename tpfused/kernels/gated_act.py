@@ -18,6 +18,7 @@ from torch import Tensor
 from tpfused.kernels.activations import ACTIVATIONS, activate, activate_and_derive
 from tpfused.kernels.launch import (
     block_of,
+    cdiv,
     compute_type,
     is_half,
     launch,
@@ -115,26 +116,26 @@ def gated_act(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "s
                 f"but up of shape {tuple(up.shape)} on {up.device}"
             )
     needs_kernel_device(gate_up, "gated_act")
-    act = ACTIVATIONS[activation]
-    if up is not None:
-        return _gated_act(gate_up, up, act)
-    if packed:
-        return _gated_act(gate_up, None, act)
-    return _gated_act(*gate_up.chunk(2, dim=-1), act)
+    return _gated_act(gate_up, up, packed or up is not None, ACTIVATIONS[activation])
 
 
 def _blocks(features: int) -> tuple[int, int]:
     block = block_of(features, BLOCK)
-    return block, triton.cdiv(features, block)
+    return block, cdiv(features, block)
 
 
-def gated_act_forward(gate: Tensor, up: Tensor | None, activation: int) -> Tensor:
-    """`up` None: `gate` is both, packed."""
-    packed = up is None
-    y = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (1 + packed))
+def _parts(gate: Tensor, up: Tensor | None, packed: bool) -> tuple[Tensor, Tensor | None]:
+    """Gate and up: views of the halves, or up None where `gate` is both, packed."""
+    return gate.chunk(2, dim=-1) if up is None and not packed else (gate, up)
+
+
+def gated_act_forward(gate: Tensor, up: Tensor | None, packed: bool, activation: int) -> Tensor:
+    """`up` None: `gate` is both, in the way that `packed` says."""
+    y = gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
     if y.numel() == 0:
         return y
-    gate, up = rows_of(gate, up)
+    gate, up = rows_of(*_parts(gate, up, packed))
+    packed = up is None
     features = gate.shape[1] // (1 + packed)
     block, blocks = _blocks(features)
     with on_device_of(y):
@@ -146,46 +147,50 @@ def gated_act_forward(gate: Tensor, up: Tensor | None, activation: int) -> Tenso
     return y
 
 
-def _fake_forward(gate, up, activation):
+def _fake_forward(gate, up, packed, activation):
     return gate.new_empty(*gate.shape[:-1], gate.shape[-1] // (2 if up is None else 1))
 
 
-def gated_act_backward(gate: Tensor, up: Tensor | None, dy: Tensor, activation: int) -> tuple[Tensor, Tensor]:
-    """-> dgate and dup; packed, the first is both and the second empty."""
-    packed = up is None
+def gated_act_backward(
+    gate: Tensor, up: Tensor | None, dy: Tensor, packed: bool, activation: int
+) -> tuple[Tensor, Tensor]:
+    """-> the gradients of `gate` and `up`; the second is empty where the first is both."""
     dgate = torch.empty(gate.shape, dtype=gate.dtype, device=gate.device)
-    dup = torch.empty_like(dgate[:0] if packed else dgate)
+    dup = dgate.new_empty(gate.shape if up is not None else (0,))
     if dgate.numel() == 0:
         return dgate, dup
-    gate, up, dy = rows_of(gate, up, dy)
+    in_halves = up is None and not packed
+    out, out_up = _parts(dgate, dup if up is not None else None, packed)
+    gate, up, dy = rows_of(*_parts(gate, up, packed), dy)
+    packed = up is None
     features = dy.shape[1]
     block, blocks = _blocks(features)
     with on_device_of(dgate):
         launch(
             _backward_kernel, (dy.shape[0] * blocks,),
-            gate, gate if packed else up, dy, dgate, dup, features, blocks,
-            gate.stride(0), 0 if packed else up.stride(0), dy.stride(0), gate.shape[1],
+            gate, gate if packed else up, dy, out, out if packed else out_up, features, blocks,
+            gate.stride(0), 0 if packed else up.stride(0), dy.stride(0), (1 + (packed or in_halves)) * features,
             ACT=activation, HALF=is_half(dy), COMPUTE=compute_type(dy), PACKED=packed, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return dgate, dup
 
 
-def _fake_backward(gate, up, dy, activation):
-    return gate.new_empty(gate.shape), gate.new_empty(gate[:0].shape if up is None else gate.shape)
+def _fake_backward(gate, up, dy, packed, activation):
+    return gate.new_empty(gate.shape), gate.new_empty(gate.shape if up is not None else (0,))
 
 
 _gated_act_backward = register("gated_act_backward", gated_act_backward, _fake_backward)
 
 
 def _save_for_backward(ctx, inputs, output):
-    gate, up, ctx.activation = inputs
+    gate, up, ctx.packed, ctx.activation = inputs
     ctx.save_for_backward(gate, up)
 
 
 def _gradient(ctx, dy):
     gate, up = ctx.saved_tensors
-    dgate, dup = _gated_act_backward(gate, up, dy, ctx.activation)
-    return dgate, None if up is None else dup, None
+    dgate, dup = _gated_act_backward(gate, up, dy, ctx.packed, ctx.activation)
+    return dgate, None if up is None else dup, None, None
 
 
 _gated_act = register("gated_act", gated_act_forward, _fake_forward, _save_for_backward, _gradient)

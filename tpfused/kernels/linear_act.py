@@ -24,6 +24,7 @@ from tpfused.kernels.choices import choose
 from tpfused.kernels.gated_act import gated_act_backward, gated_act_forward
 from tpfused.kernels.launch import (
     block_of,
+    cdiv,
     compute_type,
     is_half,
     launch,
@@ -213,7 +214,7 @@ def _forward(
         use_gelu = activation == ACTIVATIONS["gelu_tanh"]
         return torch._addmm_activation(bias, x, weight.T, use_gelu=use_gelu), x.new_empty(0, n)
     pre = torch.nn.functional.linear(x, weight, bias)
-    y = gated_act_forward(pre, None, activation) if gated else _act(pre, activation)
+    y = gated_act_forward(pre, None, True, activation) if gated else _act(pre, activation)
     return y, pre if keeps_pre else pre.new_empty(0, n)
 
 
@@ -229,7 +230,7 @@ def _act(pre: Tensor, activation: int) -> Tensor:
     with on_device_of(pre):
         launch(
             _act_kernel,
-            (triton.cdiv(pre.numel(), 2048),),
+            (cdiv(pre.numel(), 2048),),
             pre,
             y,
             pre.numel(),
@@ -246,7 +247,7 @@ def _act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> 
     """-> ``dy * act'(pre)`` (dy itself without an activation) and, or empty, the sum of its rows."""
     m, n = dy.shape
     compute = torch.promote_types(dy.dtype, torch.float32)
-    parts = triton.cdiv(m, ROWS_EACH)
+    parts = cdiv(m, ROWS_EACH)
     sums = dy.new_empty(parts if with_sums else 0, n, dtype=compute)
     dpre = dy if activation == 0 else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     if dy.numel() and (activation or with_sums):
@@ -254,7 +255,7 @@ def _act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> 
         block = block_of(n, 512)
         with on_device_of(dy):
             launch(
-                _act_backward_kernel, (triton.cdiv(n, block), parts),
+                _act_backward_kernel, (cdiv(n, block), parts),
                 dy, pre, dpre, sums, m, n, dy.stride(0),
                 ACT=activation, HALF=is_half(dy), SUMS=with_sums, COMPUTE=compute_type(dy),
                 EACH=ROWS_EACH, ROWS=min(ROWS_EACH, 4096 // block), BLOCK=block, num_warps=8,
@@ -267,7 +268,7 @@ def _add_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
     out = torch.empty(n, dtype=dtype, device=sums.device)
     if n:
         with on_device_of(sums):
-            launch(_add_sums_kernel, (triton.cdiv(n, 32),), sums, out, parts, n, PARTS=64, BLOCK=32, num_warps=4)
+            launch(_add_sums_kernel, (cdiv(n, 32),), sums, out, parts, n, PARTS=64, BLOCK=32, num_warps=4)
     return out
 
 
@@ -285,7 +286,7 @@ def _backward(
     if pre.shape[0] != dy.shape[0]:
         pre = torch.nn.functional.linear(x, weight, bias)
     if gated:
-        dpre, _ = gated_act_backward(pre, None, dy, activation)
+        dpre, _ = gated_act_backward(pre, None, dy, True, activation)
         return dpre, _bias_grad(dpre) if needs_bias else dy.new_empty(0)
     return _act_backward(dy, pre, activation, needs_bias)
 
@@ -347,7 +348,7 @@ def _dgrad(dy: Tensor, weight: Tensor, pre: Tensor, activation: int) -> tuple[Te
         tile = row_tile(dy, weight, pre)
         if tile:
             dpre = torch.empty_like(pre)
-            sums = dy.new_empty(triton.cdiv(m, tile), n, dtype=torch.promote_types(dy.dtype, torch.float32))
+            sums = dy.new_empty(cdiv(m, tile), n, dtype=torch.promote_types(dy.dtype, torch.float32))
             matmul(dy, weight, dpre, activation=activation, pre=pre, column_sums=sums)
             return dpre, _add_sums(sums, dy.dtype)
     return _act_backward(dy @ weight, pre.contiguous(), activation, True)

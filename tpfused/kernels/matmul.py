@@ -20,7 +20,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tpfused.kernels.activations import activate, derive
 from tpfused.kernels.elementary import tile_at
-from tpfused.kernels.launch import capability, compute_type, is_half, launch, multiprocessors, on_device_of
+from tpfused.kernels.launch import capability, cdiv, compute_type, is_half, launch, multiprocessors, on_device_of
 
 HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_DEPTH = 128, 256, 256  # matmul_hopper's tile, and the least K it is for
 
@@ -151,7 +151,7 @@ def tiling_of(x: Tensor, n: int) -> Tiling:
         return Tiling(64, 64, 32, 8, 1, 3, 4)
     if x.is_cuda and torch.cuda.get_device_properties(x.device).shared_memory_per_block_optin < 200 * 1024:
         return Tiling(128, 128, 32, 8, 1, 3, 8)
-    if triton.cdiv(m, 128) * triton.cdiv(n, 256) >= multiprocessors(x.device):
+    if cdiv(m, 128) * cdiv(n, 256) >= multiprocessors(x.device):
         return Tiling(128, 256, 64, 8, 2, 4, 8)
     if m > 64:
         return Tiling(128, 128, 64, 8, 1, 4, 8)
@@ -195,7 +195,7 @@ def matmul(
     by_rows = w.stride(1) == 1
     tma = capability(x.device)[0] >= 9 or not x.is_cuda
     tma = tma and all(o is None or _aligned(o) for o in (x, w if by_rows else w.T, y, pre))
-    programs = min(multiprocessors(x.device), triton.cdiv(m, t.rows) * triton.cdiv(n, t.columns))
+    programs = min(multiprocessors(x.device), cdiv(m, t.rows) * cdiv(n, t.columns))
     width = t.columns // t.parts
     operands = x, w if by_rows or not tma else w.T, pre, y
     if tma:
@@ -233,7 +233,7 @@ def row_tile(x: Tensor, w: Tensor, pre: Tensor) -> int:
 def _hopper_can(x: Tensor, w: Tensor, y: Tensor, bias: Tensor | None, pre: Tensor | None) -> bool:
     if capability(x.device) != (9, 0) or not is_half(x) or x.shape[1] < HOPPER_DEPTH:
         return False
-    if triton.cdiv(x.shape[0], HOPPER_ROWS) * triton.cdiv(w.shape[1], HOPPER_COLUMNS) < multiprocessors(x.device):
+    if cdiv(x.shape[0], HOPPER_ROWS) * cdiv(w.shape[1], HOPPER_COLUMNS) < multiprocessors(x.device):
         return False
     rows = all(o is None or _aligned(o) for o in (x, w if w.stride(1) == 1 else w.T, y, pre))
     return rows and (bias is None or (bias.data_ptr() % 16 == 0 and bias.stride(0) == 1))

@@ -31,7 +31,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tpfused.kernels.activations import activate, derive
 from tpfused.kernels.elementary import tile_at
-from tpfused.kernels.launch import launch, multiprocessors, on_device_of
+from tpfused.kernels.launch import cdiv, launch, multiprocessors, on_device_of
 from tpfused.kernels.matmul import HOPPER_COLUMNS, HOPPER_ROWS
 
 BM, BN, BK = HOPPER_ROWS, HOPPER_COLUMNS, 64
@@ -316,7 +316,12 @@ def _layout(*block: int) -> gl.NVMMASharedLayout:
 
 
 def _describe(x: Tensor, *block: int) -> TensorDescriptor:
-    return TensorDescriptor(x, x.shape, x.stride(), list(block), _layout(*block))
+    """A descriptor without the checks of its constructor: 10 us each, and `matmul` has made them."""
+    descriptor = object.__new__(TensorDescriptor)
+    descriptor.__dict__.update(
+        base=x, shape=x.shape, strides=x.stride(), block_shape=list(block), layout=_layout(*block), padding="zero"
+    )
+    return descriptor
 
 
 def matmul_hopper(
@@ -334,7 +339,7 @@ def matmul_hopper(
     """`matmul.matmul` where a TMA descriptor can describe every operand and ``K >= 256``."""
     (m, k), n = x.shape, w.shape[1]
     by_rows = w.stride(1) == 1
-    programs = min(multiprocessors(x.device), triton.cdiv(m, BM) * triton.cdiv(n, BN))
+    programs = min(multiprocessors(x.device), cdiv(m, BM) * cdiv(n, BN))
     part = _describe(pre if pre is not None else x, BM, PART)
     with on_device_of(x):
         launch(

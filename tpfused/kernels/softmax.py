@@ -18,6 +18,7 @@ from torch import Tensor
 from tpfused.kernels.elementary import LOG2E, exp2
 from tpfused.kernels.launch import (
     block_of,
+    cdiv,
     compute_type,
     launch,
     needs_kernel_device,
@@ -306,10 +307,10 @@ def _launch(kernel, x: Tensor, mask: Tensor | None, seed, scale, causal, dropout
     bool_mask = mask is not None and mask.dtype == torch.bool
     whole = keys <= WHOLE_ROW
     block = block_of(keys, WHOLE_ROW) if whole else LONG_ROW_BLOCK
-    rows_each = min(max(1, SCORES // block), triton.next_power_of_2(queries))
+    rows_each = min(max(1, SCORES // block), 1 << (queries - 1).bit_length())
     rows = batch * heads * queries
-    three_dimensions = max(triton.cdiv(queries, rows_each), batch) < 65536
-    grid = (heads, triton.cdiv(queries, rows_each), batch) if three_dimensions else (triton.cdiv(rows, rows_each),)
+    three_dimensions = max(cdiv(queries, rows_each), batch) < 65536
+    grid = (heads, cdiv(queries, rows_each), batch) if three_dimensions else (cdiv(rows, rows_each),)
     with on_device_of(x):
         launch(
             kernel, grid,

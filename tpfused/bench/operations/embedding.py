@@ -42,7 +42,8 @@ def build(setting: Setting, tokens: int, kind: str, direction: str, rows: int, f
     ids_bytes = ids.numel() * ids.element_size()
     exact = exact_of(direction, eager, [weight], grad)
     if direction == "fwd":
-        moved = (owned.unique().numel() + tokens) * row + ids_bytes
+        # A row for each id, though the cache may keep one that is wanted again.
+        moved = (owned.numel() + tokens) * row + ids_bytes
         return Work(variants, exact, copy_floor(moved, setting.device), moved)
     operator = lambda: torch.ops.tpfused.embedding_backward(grad, ids, rows, start, -1)  # noqa: E731
     variants["ours"] = replace(variants["ours"], fallback=operator)

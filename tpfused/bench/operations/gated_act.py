@@ -62,11 +62,11 @@ def _operator(inputs, grad, activation, layout):
     """The registered backward, with autograd left out."""
     from tpfused.kernels.activations import ACTIVATIONS
 
-    gate, up = inputs[0].chunk(2, dim=-1) if layout == "halves" else (*inputs, None)[:2]
+    gate, up = (*inputs, None)[:2]
 
     def call():
-        grads = torch.ops.tpfused.gated_act_backward(gate, up, grad, ACTIVATIONS[activation])
-        return [torch.cat(grads, dim=-1)] if layout == "halves" else grads[: len(inputs)]
+        grads = torch.ops.tpfused.gated_act_backward(gate, up, grad, layout != "halves", ACTIVATIONS[activation])
+        return grads[: len(inputs)]
 
     return call
 
