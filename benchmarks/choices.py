@@ -37,7 +37,7 @@ def measure(timer: GpuTimer, m: int, k: int, n: int, rounds: int = 7) -> list[di
         bias = torch.randn(n, device="cuda", dtype=torch.bfloat16)
         for activation, gated, keeps_pre in KINDS:
             timed = {}
-            for backend in _possible(x, bias, activation, gated, keeps_pre):
+            for backend in _possible(x, bias, ACTIVATIONS[activation], gated, keeps_pre):
                 arguments = ACTIVATIONS[activation], gated, keeps_pre, BACKENDS.index(backend)
 
                 def call(arguments=arguments):

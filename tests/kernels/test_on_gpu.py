@@ -1,62 +1,16 @@
-"""What only a GPU can show: compiled and captured programs, several devices, large tensors, the same bits each time."""
+"""What only a GPU can show: captured programs, several devices, large tensors, the same bits each time."""
 
 import pytest
 import torch
 
-from tpfused.kernels.cross_entropy import backward, loss, statistics
-from tpfused.kernels.embedding import embedding
+from tests.kernels.operations import NAMES, cross_entropy, operations, results
 from tpfused.kernels.gated_act import gated_act
-from tpfused.kernels.linear_act import linear_act
 from tpfused.kernels.softmax import scale_mask_softmax
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")]
 
 
-def cross_entropy(logits, target):
-    """The dense loss, through the three steps of the vocabulary-parallel one, and its gradient."""
-    losses, log_z = loss(statistics(logits, target, 0, False), target, logits.shape[-1], -100, 0.0, 0.0)
-    ones = torch.ones_like(losses)
-    return losses, backward(logits, target, log_z, ones, 0, logits.shape[-1], -100, 0.0, 0.0)
-
-
-def operations(device="cuda", dtype=torch.bfloat16):
-    """name -> (function of floating tensors, those tensors): one small call of each operation."""
-    random = lambda *shape: torch.randn(shape, device=device, dtype=dtype)  # noqa: E731
-    ids = torch.randint(40, (6, 50), device=device)  # some rows of the table are wanted often
-    target = torch.randint(100, (30,), device=device)
-    mask = torch.rand(2, 1, 33, 130, device=device) > 0.3
-    return {
-        "softmax": (lambda x: scale_mask_softmax(x, mask, 0.5, True), [random(2, 3, 33, 130)]),
-        "dropout": (lambda x: scale_mask_softmax(x, mask, 0.5, dropout_p=0.3), [random(2, 3, 33, 130)]),
-        "gated_act": (gated_act, [random(5, 66)]),
-        "embedding": (lambda w: embedding(ids, w, 5, 60), [random(20, 72)]),
-        "linear_act": (lambda x, w, b: linear_act(x, w, b, "gelu"), [random(70, 64), random(48, 64), random(48)]),
-        "large linear_act": (
-            lambda x, w, b: linear_act(x, w, b, "gelu", backend="triton"),
-            [random(2200, 512), random(2056, 512), random(2056)],
-        ),
-        "gated linear": (
-            lambda x, w: linear_act(x, w, None, "silu", gated=True, backend="triton"),
-            [random(2200, 512), random(2064, 512)],
-        ),
-        "cross_entropy": (lambda x: cross_entropy(x, target)[0], [random(30, 100)]),
-    }
-
-
-NAMES = list(operations("meta"))
 DIFFERENTIABLE = [name for name in NAMES if name != "cross_entropy"]  # its Function belongs to the layer
-
-
-def results(function, inputs):
-    """The output and the gradients, from the same random state each time."""
-    torch.manual_seed(0)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    out = function(*leaves)
-    if not out.requires_grad:
-        return [out]
-    generator = torch.Generator(out.device).manual_seed(1)
-    grad = torch.randn(out.shape, device=out.device, dtype=out.dtype, generator=generator)
-    return [out.detach(), *torch.autograd.grad(out, leaves, grad)]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -65,18 +19,6 @@ def test_the_same_bits_every_time(name):
     first = results(function, inputs)
     for _ in range(5):
         assert all(map(torch.equal, results(function, inputs), first))
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_compiles_into_one_graph(name):
-    function, inputs = operations()[name]
-    compiled = torch.compile(function, fullgraph=True)
-    for actual, expected in zip(results(compiled, inputs), results(function, inputs), strict=True):
-        if name == "dropout":  # compiled code draws its seed otherwise
-            assert actual.shape == expected.shape and actual.isfinite().all()
-        else:
-            torch.testing.assert_close(actual, expected)
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)

@@ -36,6 +36,7 @@ from tpfused.kernels.launch import (
 from tpfused.kernels.matmul import matmul, row_tile
 
 BACKENDS = ("triton", "cublaslt", "cublas")
+AUTOMATIC = -1  # in place of an index of these: chosen inside the operator, where torch.compile need not follow
 ROWS_EACH = 64  # rows a program of the backward pass sums
 
 
@@ -119,14 +120,12 @@ def linear_act(
     training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
     # relu's derivative can be told from its result.
     keeps_pre = training and not recompute and (gated or act not in (0, ACTIVATIONS["relu"]))
-    possible = _possible(x, bias, activation, gated, keeps_pre)
-    if backend is None:
-        backend = choose(possible, x, weight.shape[0], act, gated, keeps_pre)
-    elif backend not in possible:
+    if backend is not None and backend not in _possible(x, bias, act, gated, keeps_pre):
         why = f"activation {activation!r}, gated {gated}, bias {bias is not None}, on {x.device}"
         raise ValueError(f"backend {backend!r} can't do this: {why}, pre-activation kept {keeps_pre}")
+    way = AUTOMATIC if backend is None else BACKENDS.index(backend)
     x2 = x.reshape(x.shape[:-1].numel(), x.shape[-1])
-    y, _ = _linear_act(x2, weight, bias, main_grad, act, gated, keeps_pre, BACKENDS.index(backend))
+    y, _ = _linear_act(x2, weight, bias, main_grad, act, gated, keeps_pre, way)
     return y.view(*x.shape[:-1], y.shape[-1])
 
 
@@ -180,12 +179,13 @@ def _check(
     needs_kernel_device(x, "linear_act")
 
 
-def _possible(x: Tensor, bias: Tensor | None, activation: str | None, gated: bool, keeps_pre: bool) -> tuple[str, ...]:
+def _possible(x: Tensor, bias: Tensor | None, activation: int, gated: bool, keeps_pre: bool) -> tuple[str, ...]:
     possible = ["cublas"]
     # Triton multiplies float64 in the interpreter only.
     if x.dtype != torch.float64 or not x.is_cuda:
         possible.append("triton")
-    if x.is_cuda and bias is not None and activation in ("relu", "gelu_tanh") and not gated and not keeps_pre:
+    fused_by_cublaslt = ACTIVATIONS["relu"], ACTIVATIONS["gelu_tanh"]
+    if x.is_cuda and bias is not None and activation in fused_by_cublaslt and not gated and not keeps_pre:
         possible.append("cublaslt")
     return tuple(possible)
 
@@ -203,6 +203,8 @@ def _forward(
     """-> y, and the pre-activation or an empty tensor."""
     (m, k), n = x.shape, weight.shape[0]
     name = BACKENDS[backend]
+    if backend == AUTOMATIC:
+        name = choose(_possible(x, bias, activation, gated, keeps_pre), x, n, activation, gated, keeps_pre)
     if name == "triton" and min(m, n, k) > 0:
         y = x.new_empty(m, n // (1 + gated))
         pre = x.new_empty((m, n) if keeps_pre else (0, n))
@@ -343,7 +345,7 @@ _linear_act = register("linear_act", _forward, _fake_forward, _save_for_backward
 
 def _dgrad(dy: Tensor, weight: Tensor, pre: Tensor, activation: int) -> tuple[Tensor, Tensor]:
     m, n = pre.shape
-    if "triton" in _possible(dy, None, None, False, True) and min(*dy.shape, n) > 0:
+    if "triton" in _possible(dy, None, activation, False, True) and min(*dy.shape, n) > 0:
         dy, pre = unit_stride(dy), pre.contiguous()
         tile = row_tile(dy, weight, pre)
         if tile:
