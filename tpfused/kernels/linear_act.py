@@ -28,6 +28,7 @@ from tpfused.kernels.launch import (
     compute_type,
     is_half,
     launch,
+    multiprocessors,
     needs_kernel_device,
     on_device_of,
     register,
@@ -37,7 +38,8 @@ from tpfused.kernels.matmul import matmul, row_tile
 
 BACKENDS = ("triton", "cublaslt", "cublas")
 AUTOMATIC = -1  # in place of an index of these: chosen inside the operator, where torch.compile need not follow
-ROWS_EACH = 64  # rows a program of the backward pass sums
+BACKWARD_TILE = 4096  # entries a program of the backward pass holds at a time
+RESIDENT = 3  # such programs that one multiprocessor's registers have room for: all run at once, none is left over
 
 
 @triton.jit
@@ -49,15 +51,15 @@ def _act_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, HALF: tl.constexpr, COMP
 
 @triton.jit
 def _act_backward_kernel(
-    dy_ptr, pre_ptr, dpre_ptr, sums_ptr, m, n, dy_stride,
+    dy_ptr, pre_ptr, dpre_ptr, sums_ptr, m, n, each, dy_stride,
     ACT: tl.constexpr, HALF: tl.constexpr, SUMS: tl.constexpr, COMPUTE: tl.constexpr,
-    EACH: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """``dpre = dy * act'(pre)`` of `EACH` rows and `BLOCK` columns, and the sums of those columns over those rows."""
+    """``dpre = dy * act'(pre)`` of `each` rows (a multiple of `ROWS`) and `BLOCK` columns, and those columns' sums."""
     cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.program_id(1).to(tl.int64) * EACH
+    first = tl.program_id(1).to(tl.int64) * each
     total = tl.zeros((ROWS, BLOCK), COMPUTE)
-    for step in range(0, EACH, ROWS):
+    for step in range(0, each, ROWS):
         rows = first + step + tl.arange(0, ROWS)
         inside = (rows < m)[:, None] & (cols < n)[None, :]
         dpre = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=inside, other=0.0).to(COMPUTE)
@@ -248,19 +250,21 @@ def _act(pre: Tensor, activation: int) -> Tensor:
 def _act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> tuple[Tensor, Tensor]:
     """-> ``dy * act'(pre)`` (dy itself without an activation) and, or empty, the sum of its rows."""
     m, n = dy.shape
-    compute = torch.promote_types(dy.dtype, torch.float32)
-    parts = cdiv(m, ROWS_EACH)
-    sums = dy.new_empty(parts if with_sums else 0, n, dtype=compute)
+    block = block_of(n, 512)
+    rows = BACKWARD_TILE // block
+    parts = max(1, min(cdiv(m, rows), RESIDENT * multiprocessors(dy.device) // max(1, cdiv(n, block))))
+    each = max(1, cdiv(cdiv(m, parts), rows)) * rows
+    parts = cdiv(m, each)
+    sums = dy.new_empty(parts if with_sums else 0, n, dtype=torch.promote_types(dy.dtype, torch.float32))
     dpre = dy if activation == 0 else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
     if dy.numel() and (activation or with_sums):
         dy = unit_stride(dy)
-        block = block_of(n, 512)
         with on_device_of(dy):
             launch(
                 _act_backward_kernel, (cdiv(n, block), parts),
-                dy, pre, dpre, sums, m, n, dy.stride(0),
+                dy, pre, dpre, sums, m, n, each, dy.stride(0),
                 ACT=activation, HALF=is_half(dy), SUMS=with_sums, COMPUTE=compute_type(dy),
-                EACH=ROWS_EACH, ROWS=min(ROWS_EACH, 4096 // block), BLOCK=block, num_warps=8,
+                ROWS=rows, BLOCK=block, num_warps=8,
             )  # fmt: skip
     return dpre, _add_sums(sums, dy.dtype) if with_sums else dy.new_empty(0)
 

@@ -128,7 +128,13 @@ def _multiply(
     phase = 0
     turn = 0
     for _tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
-        acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
+        if HAS_BIAS:
+            # Where the sums start from: adding it to them afterwards would keep the tensor cores waiting longer.
+            mbarrier.wait(ready.index(stage), phase)
+            start = bias_ring.index(turn).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32)
+            acc, zeros = gl.broadcast(start[None, :], gl.zeros((BM, BN), gl.float32, LAYOUT))
+        else:
+            acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
         for _step in range(0, k, BK):
             mbarrier.wait(ready.index(stage), phase)
             a = a_ring.index(stage)
@@ -149,8 +155,6 @@ def _multiply(
                 stage = 0
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        if HAS_BIAS:
-            acc = acc + bias_ring.index(turn).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32)[None, :]
         mbarrier.wait(taken, turn ^ 1)
         finished.store(acc.to(finished.dtype))
         fence_async_shared()
