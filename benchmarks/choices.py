@@ -11,14 +11,17 @@ from __future__ import annotations
 import itertools
 import json
 import statistics
+import sys
 from pathlib import Path
 
 import torch
 
-from tpfused.bench.measure import GpuTimer
-from tpfused.kernels import choices
-from tpfused.kernels.activations import ACTIVATIONS
-from tpfused.kernels.linear_act import BACKENDS, _linear_act, _possible
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for a checkout that is not installed
+
+from tpfused.bench.measure import GpuTimer  # noqa: E402
+from tpfused.kernels import choices  # noqa: E402
+from tpfused.kernels.activations import ACTIVATIONS  # noqa: E402
+from tpfused.kernels.linear_act import BACKENDS, _linear_act, _possible  # noqa: E402
 
 TOKENS = (256, 1024, 2048, 8192)
 FEATURES = ((4096, 3584), (4096, 14336), (8192, 7168), (2048, 8192))  # K, N
