@@ -65,4 +65,6 @@ def test_operators(device):
     loss, log_z = cross_entropy.loss(stats, target, 50, -100, 0.1, 0.0)
     ops = torch.ops.tpfused
     torch.library.opcheck(ops.cross_entropy_loss.default, (stats, target, 50, -100, 0.1, 0.0))
-    torch.library.opcheck(ops.cross_entropy_backward.default, (logits, target, log_z, loss, 0, 50, -100, 0.1, 0.0))
+    for laid_out in (logits, logits.t().contiguous().t()):
+        arguments = laid_out, target, log_z, loss, 0, 50, -100, 0.1, 0.0
+        torch.library.opcheck(ops.cross_entropy_backward.default, arguments)

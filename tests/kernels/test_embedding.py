@@ -56,6 +56,22 @@ def test_operator_strides_and_nothing_to_do(device):
     torch.library.opcheck(torch.ops.tpfused.embedding.default, (ids, weight.requires_grad_(), 0, 13, -1, True))
 
 
+def test_gradient_for_strided_ids(device):
+    pairs = torch.randint(9, (4, 6, 2), device=device)
+    weight = torch.randn(9, 8, device=device, requires_grad=True)
+    dy = torch.randn(4, 6, 8, device=device)
+    for ids in (pairs[..., 0], pairs[..., 1].t()):
+        dy_of = dy if ids.shape[0] == 4 else dy.transpose(0, 1)
+        (grad,) = torch.autograd.grad(embedding(ids, weight), weight, dy_of)
+        expected = torch.zeros_like(grad).index_add_(0, ids.flatten(), dy_of.reshape(-1, 8))
+        torch.testing.assert_close(grad, expected)
+        main_grad = torch.zeros(9, 8, device=device)
+        accumulate_gradient(main_grad, ids, dy_of)
+        torch.testing.assert_close(main_grad, expected)
+    with pytest.raises(ValueError, match=r"\(8, 9\)"):
+        accumulate_gradient(main_grad.t().contiguous(), pairs[..., 0], dy)
+
+
 def test_bad_input_is_refused(device):
     weight, ids = torch.randn(5, 4, device=device), torch.tensor([1], device=device)
     for error, told, arguments in (

@@ -15,7 +15,7 @@ from tpfused.kernels.matmul import Tiling, matmul
 
 # The last is multiplied by matmul_hopper on a Hopper GPU; the others by pointers, by TMA, with small tiles.
 SHAPES = [(7, 1, 6), (5, 9, 7), (70, 40, 24)]
-GPU_SHAPES = [(300, 264, 520), (130, 1024, 2312), (2304, 264, 2048)]
+GPU_SHAPES = [(300, 264, 520), (130, 1024, 2312), (5064, 264, 2832)]  # the last: several ragged tiles a program
 
 
 def twin(activation, gated=False):
@@ -107,6 +107,13 @@ def test_layouts_and_nothing_to_do(device, dtypes):
     }.items():
         assert_matches(lambda *a: linear_act(*a, activation="gelu"), twin("gelu"), [strange, weight, bias], name)
     assert_matches(lambda *a: linear_act(*a, activation="silu"), twin("silu"), [x, weight.T.contiguous().T, bias])
+    assert_matches(lambda *a: linear_act(*a, activation="relu"), twin("relu"), [x, weight, bias.repeat(2)[::2]], "bias")
+    for gated, recompute in ((True, True), (False, True), (True, False), (False, False)):
+        nothing = x[:0].requires_grad_()
+        y = linear_act(nothing, weight.requires_grad_(), bias, "gelu", gated=gated, recompute=recompute)
+        grads = torch.autograd.grad(y.sum(), (nothing, weight))
+        assert grads[0].shape == (0, 16) and not grads[1].any()
+    weight = weight.detach()
     for empty in (x[:0], x[:, :0]):
         y = linear_act(empty, weight[:, : empty.shape[1]], bias, "relu")
         torch.testing.assert_close(y, bias.relu().expand(empty.shape[0], 40))
@@ -163,6 +170,28 @@ def test_nan_and_infinity_stay(device, dtypes):
     for activation in ("gelu", "gelu_tanh", "silu", "relu"):
         y = linear_act(x, weight, None, activation, backend="triton").flatten()
         assert y[0].isnan() and y[1] == float("inf") and y[3] == 100 and abs(y[4]) < 1e-5, (activation, y)
+
+
+def test_derivatives_at_infinity(device):
+    x = torch.tensor([[float("inf")], [float("-inf")], [2.0]], device=device, requires_grad=True)
+    weight = torch.ones(1, 1, device=device)
+    for activation in ("relu", None):
+        (grad,) = torch.autograd.grad(linear_act(x, weight, None, activation).sum(), x)
+        assert grad.flatten().tolist() == ([1, 0, 1] if activation else [1, 1, 1])
+        dpre, _ = dgrad_act(torch.ones(3, 1, device=device), weight, x.detach(), activation)
+        assert dpre.flatten().tolist() == ([1, 0, 1] if activation else [1, 1, 1])
+
+
+@pytest.mark.parametrize("backend", ["triton", "cublas"])
+def test_autocast_is_that_of_a_linear_layer(device, backend):
+    x, weight, bias = (t.requires_grad_() for t in operands(24, 16, 40, device, torch.float32))
+    dtype = torch.float16 if device.type == "cpu" else torch.bfloat16
+    with torch.autocast(device.type, dtype=dtype):
+        y = linear_act(x, weight, bias, "gelu", backend=backend)
+        expected = torch.nn.functional.linear(x, weight, bias)
+        grads = torch.autograd.grad(y.float().sum(), (x, weight, bias))  # here, which users should not
+    assert y.dtype == expected.dtype == dtype and all(g.dtype == torch.float32 for g in grads)
+    torch.testing.assert_close(y, torch.nn.functional.gelu(expected), rtol=2e-2, atol=2e-2)
 
 
 def test_bad_input_is_refused(device):

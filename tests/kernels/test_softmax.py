@@ -64,6 +64,16 @@ def test_nan_beyond_the_diagonal_is_not_read(device):
     assert grad.isfinite().all()
 
 
+def test_rows_of_the_lowest_number_and_with_nan(device):
+    scores = torch.randn(1, 1, 3, 5, device=device)
+    mask = torch.zeros(1, 1, 3, 5, device=device)
+    mask[..., 1, :] = mask[..., 2, :2] = torch.finfo(torch.float32).min
+    torch.testing.assert_close(scale_mask_softmax(scores, mask), (scores + mask).softmax(-1))
+    scores[..., 0, 2] = torch.nan
+    y = scale_mask_softmax(scores, mask)
+    assert y[..., 0, :].isnan().all() and y[..., 1:, :].isfinite().all()
+
+
 def test_dropout_keeps_the_expected_share_and_repeats_with_the_generator(device):
     scores = torch.randn(2, 2, 16, 64, device=device, dtype=torch.float64)
 

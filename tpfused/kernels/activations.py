@@ -123,9 +123,9 @@ def activate_and_derive(x, ACT: tl.constexpr, HALF: tl.constexpr = False):
         slope = (x * x * (3.0 * _CUBIC) + 1.0) * _TWO_SQRT_2_OVER_PI
         return x * s, s + x * s * (1.0 - s) * slope
     elif ACT == 3:
-        return tl.where(x < 0, 0.0, x), tl.where(x > 0, x * 0 + 1, x * 0)
+        return tl.where(x < 0, 0.0, x), tl.where(x > 0, 1.0, tl.where(x == x, 0.0, x))
     elif ACT == 4:
         s = 1.0 / (1.0 + tl.exp(-x))
         return x * s, s + x * s * (1.0 - s)
     else:
-        return x, x * 0 + 1
+        return x, tl.where(x == x, 1.0, 1.0).to(x.dtype)

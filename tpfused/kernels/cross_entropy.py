@@ -187,8 +187,7 @@ def _backward(
     z_loss: float,
 ) -> Tensor:
     """The gradient of the logits from each token's ``dloss``, in the logits' dtype."""
-    keeps_layout = logits.ndim == 3 and logits.stride(-1) == 1
-    dlogits = torch.empty_like(logits, memory_format=torch.preserve_format if keeps_layout else torch.contiguous_format)
+    dlogits = _new_gradient(logits)
     if dlogits.numel() == 0:
         return dlogits
     x, dx = _three_dimensional(logits), _three_dimensional(dlogits)
@@ -205,6 +204,12 @@ def _backward(
     return dlogits
 
 
+def _new_gradient(logits: Tensor) -> Tensor:
+    """Laid out as the logits where the kernel can write so."""
+    keeps_layout = logits.ndim == 3 and logits.stride(-1) == 1
+    return torch.empty_like(logits, memory_format=torch.preserve_format if keeps_layout else torch.contiguous_format)
+
+
 def _fake_statistics(logits, target, vocab_start, with_sum):
     parts = torch.library.get_ctx().new_dynamic_size()
     return logits.new_empty(parts, 4, target.numel(), dtype=torch.promote_types(logits.dtype, torch.float32))
@@ -215,7 +220,7 @@ def _fake_loss(stats, target, vocab_size, ignore_index, smoothing, z_loss):
 
 
 def _fake_backward(logits, target, log_z, dloss, vocab_start, vocab_size, ignore_index, smoothing, z_loss):
-    return torch.empty_like(logits)
+    return _new_gradient(logits)
 
 
 statistics = register("cross_entropy_statistics", _statistics, _fake_statistics)

@@ -25,5 +25,5 @@ def tile_at(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     operands in the L2 cache."""
     per_group = GROUP * tiles_n
     first = tile // per_group * GROUP
-    rows = tl.minimum(tiles_m - first, GROUP)
+    rows = tl.maximum(tl.minimum(tiles_m - first, GROUP), 1)  # of a tile beyond the last, too
     return first + tile % per_group % rows, tile % per_group // rows

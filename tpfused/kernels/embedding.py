@@ -206,7 +206,17 @@ def accumulate_gradient(
 ) -> None:
     """Add the gradient of `embedding` to `main_grad` ``[rows, features]``, any floating dtype, touching only rows
     used.
+
+    Raises:
+        ValueError: shapes or devices that do not fit, a `main_grad` whose rows are not contiguous.
     """
+    if main_grad.ndim != 2 or main_grad.stride(1) != 1 or dy.shape != (*ids.shape, main_grad.shape[1]):
+        raise ValueError(
+            f"main_grad {tuple(main_grad.shape)} of strides {main_grad.stride()} does not fit ids {tuple(ids.shape)} "
+            f"and dy {tuple(dy.shape)}: rows must be contiguous"
+        )
+    if not main_grad.device == ids.device == dy.device:
+        raise ValueError(f"main_grad is on {main_grad.device}, the ids on {ids.device}, dy on {dy.device}")
     padding_row = -1 if padding_idx is None else padding_idx - vocab_start
     _sum_rows(main_grad, ids, dy, vocab_start, padding_row, accumulate=True)
 
@@ -217,7 +227,7 @@ def _sum_rows(grad: Tensor, ids: Tensor, dy: Tensor, vocab_start: int, padding_r
         if not accumulate:
             grad.zero_()
         return
-    ids = ids.reshape(-1)
+    ids = ids.reshape(-1).contiguous()
     dy = unit_stride(dy.reshape(-1, features))
     block = block_of(features, BLOCK)
     blocks = cdiv(features, block)

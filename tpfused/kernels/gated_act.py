@@ -36,7 +36,7 @@ def _load_pair(gate_row, up_row, start, features, COMPUTE: tl.constexpr, PACKED:
     """gate and up of `BLOCK` features from `start`; packed, they are one contiguous load."""
     if PACKED:
         at = 2 * start + tl.arange(0, 2 * BLOCK)
-        both = tl.load(gate_row + at, mask=at < 2 * features, other=0.0).to(COMPUTE)
+        both = tl.load(gate_row + at, mask=at // 2 < features, other=0.0).to(COMPUTE)  # 2 * features may be 2**31
         gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
     else:
         at = start + tl.arange(0, BLOCK)
@@ -79,7 +79,7 @@ def _backward_kernel(
     if PACKED:
         both = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
         at = 2 * start + tl.arange(0, 2 * BLOCK)
-        tl.store(dgate_ptr + row * out_stride + at, both, mask=at < 2 * features)
+        tl.store(dgate_ptr + row * out_stride + at, both, mask=at // 2 < features)
     else:
         tl.store(dgate_ptr + row * out_stride + at, dgate, mask=at < features)
         tl.store(dup_ptr + row * out_stride + at, dup, mask=at < features)

@@ -128,6 +128,21 @@ def is_half(x: Tensor) -> bool:
     return x.dtype in (torch.float16, torch.bfloat16)
 
 
+def autocast_to(*tensors: Tensor | None) -> list[Tensor | None]:
+    """The tensors as torch's own matmuls would take them: under autocast in its dtype, but for float64."""
+    kind = next(x.device.type for x in tensors if x is not None)
+    if not torch.is_autocast_enabled(kind):
+        return list(tensors)
+    dtype = torch.get_autocast_dtype(kind)
+    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+
+
+def without_autocast(x: Tensor):
+    """For a matmul whose operands have the dtype that they are to be multiplied in."""
+    kind = x.device.type
+    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+
+
 def unit_stride(x: Tensor) -> Tensor:
     """`x` itself where the entries of its last dimension are neighbours, else a contiguous copy."""
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()

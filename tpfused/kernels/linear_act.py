@@ -23,6 +23,7 @@ from tpfused.kernels.activations import ACTIVATIONS, activate, derive
 from tpfused.kernels.choices import choose
 from tpfused.kernels.gated_act import gated_act_backward, gated_act_forward
 from tpfused.kernels.launch import (
+    autocast_to,
     block_of,
     cdiv,
     compute_type,
@@ -33,6 +34,7 @@ from tpfused.kernels.launch import (
     on_device_of,
     register,
     unit_stride,
+    without_autocast,
 )
 from tpfused.kernels.matmul import matmul, row_tile
 
@@ -109,12 +111,13 @@ def linear_act(
         backend: one of `BACKENDS`; None takes the fastest measured.
 
     Returns:
-        ``[..., N]``, or ``[..., N/2]`` if gated, of x's dtype.
+        ``[..., N]``, or ``[..., N/2]`` if gated, of x's dtype (under autocast of its dtype, as `F.linear`).
 
     Raises:
         ValueError: shapes or devices that do not fit, an unknown activation or backend, a backend that can't do it.
         TypeError: dtypes that differ or are not floating.
     """
+    x, weight, bias = autocast_to(x, weight, bias)
     _check(x, weight, bias, activation, gated, main_grad)
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend must be None or one of {BACKENDS}, not {backend!r}")
@@ -204,6 +207,7 @@ def _forward(
 ) -> tuple[Tensor, Tensor]:
     """-> y, and the pre-activation or an empty tensor."""
     (m, k), n = x.shape, weight.shape[0]
+    bias = None if bias is None else bias.contiguous()
     name = BACKENDS[backend]
     if backend == AUTOMATIC:
         name = choose(_possible(x, bias, activation, gated, keeps_pre), x, n, activation, gated, keeps_pre)
@@ -217,7 +221,8 @@ def _forward(
     if name == "cublaslt" and min(m, n, k) > 0:
         use_gelu = activation == ACTIVATIONS["gelu_tanh"]
         return torch._addmm_activation(bias, x, weight.T, use_gelu=use_gelu), x.new_empty(0, n)
-    pre = torch.nn.functional.linear(x, weight, bias)
+    with without_autocast(x):
+        pre = torch.nn.functional.linear(x, weight, bias)
     y = gated_act_forward(pre, None, True, activation) if gated else _act(pre, activation)
     return y, pre if keeps_pre else pre.new_empty(0, n)
 
@@ -229,7 +234,7 @@ def _fake_forward(x, weight, bias, main_grad, activation, gated, keeps_pre, back
 
 def _act(pre: Tensor, activation: int) -> Tensor:
     if activation == 0 or pre.numel() == 0:
-        return pre
+        return pre if activation == 0 else torch.empty_like(pre)
     y = torch.empty_like(pre)
     with on_device_of(pre):
         launch(
@@ -289,8 +294,9 @@ def _backward(
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor]:
     """-> the gradients of the pre-activation and of the bias (or empty). `pre` empty: it is computed again."""
-    if pre.shape[0] != dy.shape[0]:
-        pre = torch.nn.functional.linear(x, weight, bias)
+    if pre.shape != (dy.shape[0], weight.shape[0]):
+        with without_autocast(x):
+            pre = torch.nn.functional.linear(x, weight, bias)
     if gated:
         dpre, _ = gated_act_backward(pre, None, dy, True, activation)
         return dpre, _bias_grad(dpre) if needs_bias else dy.new_empty(0)
@@ -311,7 +317,7 @@ def _fake_bias_grad(dy):
 
 def _accumulate_wgrad(main_grad: Tensor, dpre: Tensor, x: Tensor) -> None:
     """``main_grad += dpre.T @ x``, in float32."""
-    if x.is_cuda and x.dtype != torch.float32:
+    if x.is_cuda and is_half(x):
         torch.addmm(main_grad, dpre.T, x, out_dtype=torch.float32, out=main_grad)
     else:
         main_grad.addmm_(dpre.T.to(torch.float32), x.to(torch.float32))
@@ -323,24 +329,28 @@ bias_grad = register("bias_grad", _bias_grad, _fake_bias_grad)
 
 def _save_for_backward(ctx, inputs, output):
     x, weight, bias, ctx.main_grad, ctx.activation, ctx.gated, keeps_pre, _ = inputs
+    ctx.set_materialize_grads(False)  # pre has none, which would be a matrix of zeros
     y, pre = output
     relu = ctx.activation == ACTIVATIONS["relu"] and not ctx.gated
     ctx.save_for_backward(x, weight, bias, pre if keeps_pre else y if relu else x[:0])
 
 
 def _gradient(ctx, dy, _):
+    if dy is None:  # only the pre-activation was used, which is for this function alone
+        return (None,) * 8
     x, weight, bias, pre = ctx.saved_tensors
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
     if ctx.activation == 0 and not ctx.gated:
         dpre, dbias = dy, bias_grad(dy) if needs_bias else None
     else:
         dpre, dbias = _linear_act_backward(dy, x, weight, bias, pre, ctx.activation, ctx.gated, needs_bias)
-    dx = dpre @ weight if needs_x else None
     dweight = None
-    if needs_weight and ctx.main_grad is not None:
-        _accumulate_wgrad(ctx.main_grad, dpre, x)
-    elif needs_weight:
-        dweight = dpre.T @ x
+    with without_autocast(x):
+        dx = dpre @ weight if needs_x else None
+        if needs_weight and ctx.main_grad is not None:
+            _accumulate_wgrad(ctx.main_grad, dpre, x)
+        elif needs_weight:
+            dweight = dpre.T @ x
     return dx, dweight, dbias if needs_bias else None, None, None, None, None, None
 
 
@@ -357,7 +367,9 @@ def _dgrad(dy: Tensor, weight: Tensor, pre: Tensor, activation: int) -> tuple[Te
             sums = dy.new_empty(cdiv(m, tile), n, dtype=torch.promote_types(dy.dtype, torch.float32))
             matmul(dy, weight, dpre, activation=activation, pre=pre, column_sums=sums)
             return dpre, _add_sums(sums, dy.dtype)
-    return _act_backward(dy @ weight, pre.contiguous(), activation, True)
+    with without_autocast(dy):
+        product = dy @ weight
+    return _act_backward(product, pre.contiguous(), activation, True)
 
 
 def _fake_dgrad(dy, weight, pre, activation):

@@ -349,7 +349,7 @@ def matmul_hopper(
         launch(
             _kernel, (programs,),
             _describe(x, BM, BK), _describe(w, BK, BN) if by_rows else _describe(w.T, BN, BK),
-            _describe(bias if bias is not None else x.reshape(-1), BN), part,
+            _describe(bias if bias is not None else x[0], BN), part,
             _describe(y, BM, PART // (1 + gated)),
             y if column_sums is None else column_sums, y if hook is None else hook, m, n, k,
             ACT=activation, GATED=gated, PRE="none" if pre is None else "write" if column_sums is None else "read",

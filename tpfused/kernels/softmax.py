@@ -106,10 +106,9 @@ def _kept(seed_ptr, row, start, dropout_p, ROWS: tl.constexpr, BLOCK: tl.constex
 def _whole_row(scores):
     top = tl.max(scores, axis=1)[:, None]
     top = tl.where(top == -float("inf"), 0.0, top)  # nothing to attend to: every exponential is zero, and no NaN
-    # One fused multiply-add and one exponential. The rounding of top * log2(e) is all of the row's, and cancels.
-    y = exp2(scores * LOG2E - top * LOG2E)
+    y = exp2((scores - top) * LOG2E)  # in this order: a mask's finfo.min times log2(e) would be infinite
     total = tl.sum(y, axis=1)[:, None]
-    return y * tl.where(total > 0, 1.0 / total, 0.0)
+    return y * tl.where(total == 0, 0.0, 1.0 / total)  # NaN stays
 
 
 @triton.jit
@@ -125,10 +124,10 @@ def _long_row(
         scores = _load_scores(x_row, mask_row, mask_stride_k, cols, limit, loaded, scale, HAS_MASK, BOOL_MASK, COMPUTE)
         new_top = tl.maximum(top, tl.max(scores, axis=1)[:, None])
         finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)
-        below = exp2(scores * LOG2E - finite_top * LOG2E)
+        below = exp2((scores - finite_top) * LOG2E)
         total = total * exp2((top - finite_top) * LOG2E) + tl.sum(below, axis=1)[:, None]
         top = new_top
-    return tl.where(top == -float("inf"), 0.0, top), tl.where(total > 0, 1.0 / total, 0.0)
+    return tl.where(top == -float("inf"), 0.0, top), tl.where(total == 0, 0.0, 1.0 / total)
 
 
 @triton.jit
@@ -169,7 +168,7 @@ def _forward_kernel(
         if WHOLE:
             y = _whole_row(scores)
         else:
-            y = exp2(scores * LOG2E - top * LOG2E) * inverse
+            y = exp2((scores - top) * LOG2E) * inverse
         if DROPOUT:
             kept = _kept(seed_ptr, out_index, start, dropout_p, ROWS, BLOCK)
             y = tl.where(kept, y * growth, 0.0)
@@ -233,7 +232,7 @@ def _backward_kernel(
                 if WHOLE:
                     y = _whole_row(y)
                 else:
-                    y = exp2(y * LOG2E - top * LOG2E) * inverse
+                    y = exp2((y - top) * LOG2E) * inverse
             else:
                 y = tl.load(x_row + cols, mask=cols < loaded, other=0.0).to(COMPUTE)
             if WHOLE or twice == 0:
