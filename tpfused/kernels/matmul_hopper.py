@@ -223,7 +223,7 @@ def _finish_blocks(
         thread_barrier()
         if GATED:
             HALF_AS_WIDE: gl.constexpr = y.layout
-            out = _view(part, [BM, PART // 2], HALF_AS_WIDE)
+            out = _view(part, [2, BM, PART // 2], HALF_AS_WIDE).index(0)
         else:
             out = part
         out.store(z.to(out.dtype))
