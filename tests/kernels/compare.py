@@ -31,7 +31,7 @@ def assert_within(actual: Tensor, exact: Tensor, eager: Tensor, what: str, dim: 
     """
     dtype = actual.dtype
     info = torch.finfo(dtype)
-    roundings = 2 if dtype.itemsize == 2 else 32
+    roundings = {2: 2, 4: 8, 8: 32}[dtype.itemsize]
     dims = tuple(range(exact.ndim)) if dim is None else dim
     error = (actual.double() - exact).abs().amax(dims)
     # What is below the normal numbers is rounded to their spacing.

@@ -9,7 +9,7 @@ would cost a matmul's epilogue more than everything else in it. All three smooth
 and q falls from 1/2 to 0: ``q(a) = 2^P(a)`` with a polynomial P keeps the relative error of the left tail small, where
 ``1 + tanh`` and ``1 + erf`` cancel. The coefficients are minimax fits of ``log2 q`` on the interval to which `a` is
 clamped (of ``1 / (1 + e)`` for silu, which has a long tail); the largest relative errors of q are 2.5e-4 (erf), 4.2e-4
-(tanh) and 3.0e-4 (silu), an eighth of bfloat16's spacing and below float16's.
+(tanh) and 3.0e-4 (silu), below half of float16's spacing.
 """
 
 import triton
@@ -59,16 +59,6 @@ def _tail(x, ACT: tl.constexpr):
 
 
 @triton.jit
-def _activate_half(x, ACT: tl.constexpr):
-    # max keeps NaN. silu's tail is not clamped: there infinity times zero would be NaN.
-    a, q = _tail(x, ACT)
-    tail = a * q
-    if ACT == 4:
-        tail = tl.where(q > 0, tail, 0.0)
-    return tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
-
-
-@triton.jit
 def _activate_and_derive_half(x, ACT: tl.constexpr):
     a, q = _tail(x, ACT)
     cdf = tl.where(x > 0, 1.0 - q, q)
@@ -79,8 +69,10 @@ def _activate_and_derive_half(x, ACT: tl.constexpr):
     elif ACT == 2:
         slope = cdf + signed * (q - q * q) * (a * a * (3.0 * _CUBIC * _TWO_SQRT_2_OVER_PI) + _TWO_SQRT_2_OVER_PI)
     else:
+        # silu's a is not clamped: where it is infinite, infinity times zero would be NaN.
         tail = tl.where(q > 0, tail, 0.0)
         slope = cdf + tl.where(q > 0, signed * (q - q * q), 0.0)
+    # Here, and in relu below, NaN stays NaN.
     value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
     return value, tl.where(x == x, slope, x)
 
@@ -88,19 +80,8 @@ def _activate_and_derive_half(x, ACT: tl.constexpr):
 @triton.jit
 def activate(x, ACT: tl.constexpr, HALF: tl.constexpr = False):
     """`ACT` is a value of `ACTIVATIONS`."""
-    if HALF and (ACT == 1 or ACT == 2 or ACT == 4):
-        return _activate_half(x, ACT)
-    elif ACT == 1:
-        return 0.5 * x * (1.0 + tl.erf(x * _SQRT_HALF))
-    elif ACT == 2:
-        return x / (1.0 + tl.exp(-(x + x * x * x * _CUBIC) * _TWO_SQRT_2_OVER_PI))
-    elif ACT == 3:
-        # Written so that NaN stays NaN.
-        return tl.where(x < 0, 0.0, x)
-    elif ACT == 4:
-        return x / (1.0 + tl.exp(-x))
-    else:
-        return x
+    value, _ = activate_and_derive(x, ACT, HALF)
+    return value
 
 
 @triton.jit
@@ -112,7 +93,7 @@ def derive(x, ACT: tl.constexpr, HALF: tl.constexpr = False):
 
 @triton.jit
 def activate_and_derive(x, ACT: tl.constexpr, HALF: tl.constexpr = False):
-    """The activation and its derivative at x, sharing their exponentials."""
+    """The activation and its derivative at x, sharing their exponentials. What is not used is not computed."""
     if HALF and (ACT == 1 or ACT == 2 or ACT == 4):
         return _activate_and_derive_half(x, ACT)
     elif ACT == 1:

@@ -5,7 +5,7 @@ which for a large table is mostly zeros; into a `main_grad` it touches only the 
 
 In backward one program owns each row, adds its tokens in their order in float32, and rounds once: the same bits at
 every run. Atomic exchanges link each row's tokens into a list, and the program that walks a list puts it in order.
-Sorting the ids instead takes more than half of the floor's time (8192 ids, 32064 rows of 4096).
+Sorting 8192 ids instead took 50 us, where zeroing the gradient of 32064 rows of 4096 takes 81 (H100).
 """
 
 from __future__ import annotations

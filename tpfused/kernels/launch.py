@@ -62,13 +62,13 @@ INTERPRET = triton.knobs.runtime.interpret  # read once: the knob looks into the
 
 
 def cdiv(a: int, b: int) -> int:
-    """`triton.cdiv`, which takes 10 us from the host."""
+    """`triton.cdiv` without what that does for compiled code, which is slow from the host."""
     return -(-a // b)
 
 
 def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: int, num_stages: int = 3, **constants):
-    """``kernel[grid](*args, **constants)`` in a third of its host time: the compiled kernel is looked up by what Triton
-    specialises on, in Python of our own. `constants` are the kernel's last parameters.
+    """``kernel[grid](*args, **constants)`` with less host time: the compiled kernel is looked up by what Triton
+    specialises on, without binding arguments by name. `constants` are the kernel's last parameters.
     """
     if INTERPRET:
         return kernel[grid](*args, **constants)

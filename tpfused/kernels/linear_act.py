@@ -233,9 +233,11 @@ def _fake_forward(x, weight, bias, main_grad, activation, gated, keeps_pre, back
 
 
 def _act(pre: Tensor, activation: int) -> Tensor:
-    if activation == 0 or pre.numel() == 0:
-        return pre if activation == 0 else torch.empty_like(pre)
+    if activation == 0:
+        return pre
     y = torch.empty_like(pre)
+    if y.numel() == 0:
+        return y
     with on_device_of(pre):
         launch(
             _act_kernel,
@@ -293,7 +295,10 @@ def _backward(
     gated: bool,
     needs_bias: bool,
 ) -> tuple[Tensor, Tensor]:
-    """-> the gradients of the pre-activation and of the bias (or empty). `pre` empty: it is computed again."""
+    """-> the gradients of the pre-activation and of the bias (or empty).
+
+    `pre` of another shape is a placeholder: it is computed again.
+    """
     if pre.shape != (dy.shape[0], weight.shape[0]):
         with without_autocast(x):
             pre = torch.nn.functional.linear(x, weight, bias)

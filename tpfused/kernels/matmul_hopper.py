@@ -320,7 +320,7 @@ def _layout(*block: int) -> gl.NVMMASharedLayout:
 
 
 def _describe(x: Tensor, *block: int) -> TensorDescriptor:
-    """A descriptor without the checks of its constructor: 10 us each, and `matmul` has made them."""
+    """A descriptor without the slow checks of its constructor, which `matmul` has made."""
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(
         base=x, shape=x.shape, strides=x.stride(), block_shape=list(block), layout=_layout(*block), padding="zero"
