@@ -13,9 +13,10 @@ from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.kernels.linear_act import BACKENDS, dgrad_act, linear_act
 from tpfused.kernels.matmul import Tiling, matmul
 
-# The last is multiplied by matmul_hopper on a Hopper GPU; the others by pointers, by TMA, with small tiles.
+# On a Hopper GPU matmul_hopper multiplies the last two; the first of them has tiles that two programs share, the other
+# several ragged ones a program. The others are multiplied by pointers, by TMA, with small tiles.
 SHAPES = [(7, 1, 6), (5, 9, 7), (70, 40, 24)]
-GPU_SHAPES = [(300, 264, 520), (130, 1024, 2312), (5064, 264, 2832)]  # the last: several ragged tiles a program
+GPU_SHAPES = [(300, 264, 520), (130, 1024, 2312), (1700, 2056, 2832), (5064, 264, 2832)]
 
 
 def twin(activation, gated=False):
@@ -52,6 +53,9 @@ def test_equals_its_twin(device, dtypes, activation, backend):
         if not can(backend, dtype, device) or ((m, k, n) in GPU_SHAPES[:-1] and dtype != torch.bfloat16):
             continue
         x, weight, bias = operands(m, k, n, device, dtype)
+        if activation == "relu":
+            # Sums without roundings, for the derivative jumps at zero.
+            x, weight, bias = (x * 16).round() / 16, (weight * 256).round() / 256, (bias * 16).round() / 16
         here = lambda *a: linear_act(*a, activation=activation, backend=backend)  # noqa: E731
         assert_matches(here, twin(activation), [x, weight, bias], f"{m, k, n}")
         if activation is None:

@@ -24,6 +24,26 @@ def tile_at(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """-> row and column of a tile: column by column within `GROUP` rows of tiles, so that concurrent programs share
     operands in the L2 cache."""
     per_group = GROUP * tiles_n
-    first = tile // per_group * GROUP
+    group = _quotient(tile, per_group)
+    first = group * GROUP
+    place = tile - group * per_group
     rows = tl.maximum(tl.minimum(tiles_m - first, GROUP), 1)  # of a tile beyond the last, too
-    return first + tile % per_group % rows, tile % per_group // rows
+    if rows == GROUP:
+        column = place // GROUP
+    else:
+        column = place // rows
+    return first + place - column * rows, column
+
+
+@triton.jit
+def _quotient(a, b):
+    """``a // b`` of non-negative numbers, for a quotient below 2**20 and the same `b` each time: with its reciprocal,
+    which is computed once. The processor has no instruction for a division of integers: it takes 150 cycles, in a
+    matmul's loop while the tensor cores wait.
+    """
+    if _INTERPRET:
+        return a // b
+    else:
+        q = (a.to(tl.float32) * (1.0 / b)).to(tl.int32)
+        q = tl.where(q * b > a, q - 1, q)
+        return tl.where((q + 1) * b <= a, q + 1, q)

@@ -55,9 +55,10 @@ def register(
 
 def on_device_of(x: Tensor):
     """Launch on `x`'s device, which need not be the current one (and none at all under the interpreter)."""
-    return torch.cuda.device_of(x) if x.is_cuda else nullcontext()
+    return _HERE if not x.is_cuda or x.get_device() == torch.cuda.current_device() else torch.cuda.device_of(x)
 
 
+_HERE = nullcontext()  # to enter and leave a device that is the current one takes 10 us
 INTERPRET = triton.knobs.runtime.interpret  # read once: the knob looks into the environment each time
 
 

@@ -19,29 +19,26 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfused.kernels.activations import ACTIVATIONS, activate, derive
+from tpfused.kernels.act_backward import act_backward, add_sums, bias_grad
+from tpfused.kernels.activations import ACTIVATIONS, activate
 from tpfused.kernels.choices import choose
 from tpfused.kernels.gated_act import gated_act_backward, gated_act_forward
 from tpfused.kernels.launch import (
     autocast_to,
-    block_of,
     cdiv,
     compute_type,
     is_half,
     launch,
-    multiprocessors,
     needs_kernel_device,
     on_device_of,
     register,
     unit_stride,
     without_autocast,
 )
-from tpfused.kernels.matmul import matmul, row_tile
+from tpfused.kernels.matmul import matmul, product, row_tile
 
 BACKENDS = ("triton", "cublaslt", "cublas")
 AUTOMATIC = -1  # in place of an index of these: chosen inside the operator, where torch.compile need not follow
-BACKWARD_TILE = 4096  # entries a program of the backward pass holds at a time
-RESIDENT = 3  # such programs that one multiprocessor's registers have room for: all run at once, none is left over
 
 
 @triton.jit
@@ -49,41 +46,6 @@ def _act_kernel(x_ptr, y_ptr, count, ACT: tl.constexpr, HALF: tl.constexpr, COMP
     at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     x = tl.load(x_ptr + at, mask=at < count, other=0.0).to(COMPUTE)
     tl.store(y_ptr + at, activate(x, ACT, HALF).to(y_ptr.dtype.element_ty), mask=at < count)
-
-
-@triton.jit
-def _act_backward_kernel(
-    dy_ptr, pre_ptr, dpre_ptr, sums_ptr, m, n, each, dy_stride,
-    ACT: tl.constexpr, HALF: tl.constexpr, SUMS: tl.constexpr, COMPUTE: tl.constexpr,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """``dpre = dy * act'(pre)`` of `each` rows (a multiple of `ROWS`) and `BLOCK` columns, and those columns' sums."""
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    first = tl.program_id(1).to(tl.int64) * each
-    total = tl.zeros((ROWS, BLOCK), COMPUTE)
-    for step in range(0, each, ROWS):
-        rows = first + step + tl.arange(0, ROWS)
-        inside = (rows < m)[:, None] & (cols < n)[None, :]
-        dpre = tl.load(dy_ptr + rows[:, None] * dy_stride + cols[None, :], mask=inside, other=0.0).to(COMPUTE)
-        if ACT != 0:
-            at = rows[:, None] * n + cols[None, :]
-            dpre *= derive(tl.load(pre_ptr + at, mask=inside, other=0.0).to(COMPUTE), ACT, HALF)
-            tl.store(dpre_ptr + at, dpre.to(dpre_ptr.dtype.element_ty), mask=inside)
-        total += dpre
-    if SUMS:
-        tl.store(sums_ptr + tl.program_id(1).to(tl.int64) * n + cols, tl.sum(total, axis=0), mask=cols < n)
-
-
-@triton.jit
-def _add_sums_kernel(sums_ptr, out_ptr, parts, n, PARTS: tl.constexpr, BLOCK: tl.constexpr):
-    """All parts of `BLOCK` columns, always in the same order."""
-    cols = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    total = tl.zeros((PARTS, BLOCK), sums_ptr.dtype.element_ty)
-    for start in range(0, parts, PARTS):
-        part = start + tl.arange(0, PARTS)
-        inside = (part < parts)[:, None] & (cols < n)[None, :]
-        total += tl.load(sums_ptr + part[:, None].to(tl.int64) * n + cols[None, :], mask=inside, other=0.0)
-    tl.store(out_ptr + cols, tl.sum(total, axis=0).to(out_ptr.dtype.element_ty), mask=cols < n)
 
 
 def linear_act(
@@ -129,9 +91,9 @@ def linear_act(
         why = f"activation {activation!r}, gated {gated}, bias {bias is not None}, on {x.device}"
         raise ValueError(f"backend {backend!r} can't do this: {why}, pre-activation kept {keeps_pre}")
     way = AUTOMATIC if backend is None else BACKENDS.index(backend)
-    x2 = x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    x2 = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
     y, _ = _linear_act(x2, weight, bias, main_grad, act, gated, keeps_pre, way)
-    return y.view(*x.shape[:-1], y.shape[-1])
+    return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 
 
 def dgrad_act(dy: Tensor, weight: Tensor, pre: Tensor, activation: str | None) -> tuple[Tensor, Tensor]:
@@ -254,37 +216,6 @@ def _act(pre: Tensor, activation: int) -> Tensor:
     return y
 
 
-def _act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> tuple[Tensor, Tensor]:
-    """-> ``dy * act'(pre)`` (dy itself without an activation) and, or empty, the sum of its rows."""
-    m, n = dy.shape
-    block = block_of(n, 512)
-    rows = BACKWARD_TILE // block
-    parts = max(1, min(cdiv(m, rows), RESIDENT * multiprocessors(dy.device) // max(1, cdiv(n, block))))
-    each = max(1, cdiv(cdiv(m, parts), rows)) * rows
-    parts = cdiv(m, each)
-    sums = dy.new_empty(parts if with_sums else 0, n, dtype=torch.promote_types(dy.dtype, torch.float32))
-    dpre = dy if activation == 0 else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    if dy.numel() and (activation or with_sums):
-        dy = unit_stride(dy)
-        with on_device_of(dy):
-            launch(
-                _act_backward_kernel, (cdiv(n, block), parts),
-                dy, pre, dpre, sums, m, n, each, dy.stride(0),
-                ACT=activation, HALF=is_half(dy), SUMS=with_sums, COMPUTE=compute_type(dy),
-                ROWS=rows, BLOCK=block, num_warps=8,
-            )  # fmt: skip
-    return dpre, _add_sums(sums, dy.dtype) if with_sums else dy.new_empty(0)
-
-
-def _add_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
-    parts, n = sums.shape
-    out = torch.empty(n, dtype=dtype, device=sums.device)
-    if n:
-        with on_device_of(sums):
-            launch(_add_sums_kernel, (cdiv(n, 32),), sums, out, parts, n, PARTS=64, BLOCK=32, num_warps=4)
-    return out
-
-
 def _backward(
     dy: Tensor,
     x: Tensor,
@@ -304,32 +235,24 @@ def _backward(
             pre = torch.nn.functional.linear(x, weight, bias)
     if gated:
         dpre, _ = gated_act_backward(pre, None, dy, True, activation)
-        return dpre, _bias_grad(dpre) if needs_bias else dy.new_empty(0)
-    return _act_backward(dy, pre, activation, needs_bias)
+        return dpre, bias_grad(dpre) if needs_bias else dy.new_empty(0)
+    return act_backward(dy, pre, activation, needs_bias)
 
 
 def _fake_backward(dy, x, weight, bias, pre, activation, gated, needs_bias):
     return dy.new_empty(x.shape[0], weight.shape[0]), dy.new_empty(weight.shape[0] if needs_bias else 0)
 
 
-def _bias_grad(dy: Tensor) -> Tensor:
-    return _act_backward(dy, dy, 0, True)[1]
-
-
-def _fake_bias_grad(dy):
-    return dy.new_empty(dy.shape[1])
-
-
 def _accumulate_wgrad(main_grad: Tensor, dpre: Tensor, x: Tensor) -> None:
     """``main_grad += dpre.T @ x``, in float32."""
-    if x.is_cuda and is_half(x):
-        torch.addmm(main_grad, dpre.T, x, out_dtype=torch.float32, out=main_grad)
-    else:
-        main_grad.addmm_(dpre.T.to(torch.float32), x.to(torch.float32))
+    with without_autocast(x):
+        if x.is_cuda and is_half(x):
+            torch.addmm(main_grad, dpre.T, x, out_dtype=torch.float32, out=main_grad)
+        else:
+            main_grad.addmm_(dpre.T.to(torch.float32), x.to(torch.float32))
 
 
 _linear_act_backward = register("linear_act_backward", _backward, _fake_backward)
-bias_grad = register("bias_grad", _bias_grad, _fake_bias_grad)
 
 
 def _save_for_backward(ctx, inputs, output):
@@ -349,13 +272,12 @@ def _gradient(ctx, dy, _):
         dpre, dbias = dy, bias_grad(dy) if needs_bias else None
     else:
         dpre, dbias = _linear_act_backward(dy, x, weight, bias, pre, ctx.activation, ctx.gated, needs_bias)
+    dx = product(dpre, weight) if needs_x else None
     dweight = None
-    with without_autocast(x):
-        dx = dpre @ weight if needs_x else None
-        if needs_weight and ctx.main_grad is not None:
-            _accumulate_wgrad(ctx.main_grad, dpre, x)
-        elif needs_weight:
-            dweight = dpre.T @ x
+    if needs_weight and ctx.main_grad is not None:
+        _accumulate_wgrad(ctx.main_grad, dpre, x)
+    elif needs_weight:
+        dweight = product(dpre.T, x)
     return dx, dweight, dbias if needs_bias else None, None, None, None, None, None
 
 
@@ -371,10 +293,8 @@ def _dgrad(dy: Tensor, weight: Tensor, pre: Tensor, activation: int) -> tuple[Te
             dpre = torch.empty_like(pre)
             sums = dy.new_empty(cdiv(m, tile), n, dtype=torch.promote_types(dy.dtype, torch.float32))
             matmul(dy, weight, dpre, activation=activation, pre=pre, column_sums=sums)
-            return dpre, _add_sums(sums, dy.dtype)
-    with without_autocast(dy):
-        product = dy @ weight
-    return _act_backward(product, pre.contiguous(), activation, True)
+            return dpre, add_sums(sums, dy.dtype)
+    return act_backward(product(dy, weight), pre.contiguous(), activation, True)
 
 
 def _fake_dgrad(dy, weight, pre, activation):

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from functools import lru_cache
 
+import torch
 import triton
 from torch import Tensor
 from triton.experimental import gluon
@@ -31,13 +32,16 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tpfused.kernels.activations import activate, derive
 from tpfused.kernels.elementary import tile_at
+from tpfused.kernels.flags import flags
+from tpfused.kernels.last_wave import sharing, work_at, works
 from tpfused.kernels.launch import cdiv, launch, multiprocessors, on_device_of
-from tpfused.kernels.matmul import HOPPER_COLUMNS, HOPPER_ROWS
+from tpfused.kernels.matmul import HOPPER_COLUMNS, HOPPER_ROWS, HOPPER_STEP
 
-BM, BN, BK = HOPPER_ROWS, HOPPER_COLUMNS, 64
+BM, BN, BK = HOPPER_ROWS, HOPPER_COLUMNS, HOPPER_STEP
 GROUP = 8  # rows of tiles
 STAGES = 3
 PART = 64  # columns the epilogue holds at a time: 128 bytes, one row of a swizzled buffer
+BIAS_DEPTH = gl.constexpr(16)  # the least that can be multiplied
 LAST_BLOCKS = 1  # of four, of a program's last tile, that the epilogue's four warps do; the other eight do the rest
 # Of a thread of the epilogue; the multiplying warps get the rest of 12 x 168, 184 or (without a bias) 160.
 REGISTERS, REGISTERS_WITH_PRE = 136, 184
@@ -60,112 +64,139 @@ def _view(buffer, shape: gl.constexpr, layout: gl.constexpr):
 
 
 @gluon.jit
-def _load_next(
-    x, w, bias, a_ring, b_ring, bias_ring, ready, hook_ptr, tile, row, col, start, stage, turn, m, n, k,
-    HAS_BIAS: gl.constexpr, W_BY_ROWS: gl.constexpr, BEFORE_TILE: gl.constexpr, PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+def _begin(
+    work, waves, helped, taken, m, n, k, hook_ptr,
+    BEFORE_TILE: gl.constexpr, PROGRAMS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr,
 ):  # fmt: skip
-    """Start the load of one step's operands -> the next step's ``tile, row, col, start, stage, turn``."""
+    """A piece of work, its rows awaited -> where its tile begins, its first step and the one after its last."""
     tiles_m = gl.cdiv(m, BM)
     tiles_n = gl.cdiv(n, BN)
-    wanted = tile < tiles_m * tiles_n
+    tile, step, stop = work_at(work, gl.program_id(0), PROGRAMS, waves, helped, taken, gl.cdiv(k, BK))
+    tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
     if BEFORE_TILE is not None:
-        if wanted & (start == 0):
-            BEFORE_TILE(hook_ptr, row, BM)
+        if tile < tiles_m * tiles_n:
+            BEFORE_TILE(hook_ptr, tile_m * BM, BM)
+    return tile_m * BM, tile_n * BN, step, stop
+
+
+@gluon.jit
+def _load_next(
+    x, w, bias, a_ring, b_ring, bias_tile, ready, hook_ptr, work, row, col, step, stop, stage,
+    count, waves, helped, taken, m, n, k,
+    HAS_BIAS: gl.constexpr, X_BY_ROWS: gl.constexpr, W_BY_ROWS: gl.constexpr, BEFORE_TILE: gl.constexpr,
+    PROGRAMS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Start the load of one step's operands -> the next step's ``work, row, col, step, stop, stage``."""
+    wanted = work < count
     arrived = ready.index(stage)
     if HAS_BIAS:
-        # It comes with a tile's first step. A ring of two is enough: a tile takes more steps than there are stages.
-        first = wanted & (start == 0)
-        mbarrier.expect(arrived, (BM + BN) * BK * 2 + BN * 2, pred=first)
-        mbarrier.expect(arrived, (BM + BN) * BK * 2, pred=wanted & (start != 0))
-        tma_load(bias, [col], arrived, bias_ring.index(turn), pred=first)
+        # It comes with a tile's first step; the tile before has used its own, for it takes more steps than the ring has
+        # stages. There is one row of bias: the others come as zeros.
+        begins = wanted & (step == 0)
+        mbarrier.expect(arrived, (BM + BN) * BK * 2 + BIAS_DEPTH * BN * 2, pred=begins)
+        mbarrier.expect(arrived, (BM + BN) * BK * 2, pred=wanted & (step != 0))
+        tma_load(bias, [0, col], arrived, bias_tile, pred=begins)
     else:
         mbarrier.expect(arrived, (BM + BN) * BK * 2, pred=wanted)
-    tma_load(x, [row, start], arrived, a_ring.index(stage), pred=wanted)
-    if W_BY_ROWS:
-        tma_load(w, [start, col], arrived, b_ring.index(stage), pred=wanted)
+    if X_BY_ROWS:
+        tma_load(x, [row, step * BK], arrived, a_ring.index(stage), pred=wanted)
     else:
-        tma_load(w, [col, start], arrived, b_ring.index(stage), pred=wanted)
+        tma_load(x, [step * BK, row], arrived, a_ring.index(stage), pred=wanted)
+    if W_BY_ROWS:
+        tma_load(w, [step * BK, col], arrived, b_ring.index(stage), pred=wanted)
+    else:
+        tma_load(w, [col, step * BK], arrived, b_ring.index(stage), pred=wanted)
     stage = (stage + 1) % STAGES
-    start += BK
-    if start >= k:
-        start = 0
-        turn ^= 1
-        tile += PROGRAMS
-        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
-        row = tile_m * BM
-        col = tile_n * BN
-    return tile, row, col, start, stage, turn
+    step += 1
+    if step == stop:
+        work += 1
+        row, col, step, stop = _begin(
+            work, waves, helped, taken, m, n, k, hook_ptr, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP
+        )
+    return work, row, col, step, stop, stage
 
 
 @gluon.jit
 def _multiply(
-    x, w, bias, a_ring, b_ring, bias_ring, ready, finished, done, taken, hook_ptr,
-    finished_parts, late_arrived, pre, y, sums_ptr, m, n, k,
-    HAS_BIAS: gl.constexpr, W_BY_ROWS: gl.constexpr, BEFORE_TILE: gl.constexpr, PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
+    x, w, bias, a_ring, b_ring, bias_tile, ready, finished, done, emptied, hook_ptr, sums_of_others, flags_ptr,
+    finished_parts, late_arrived, pre, y, sums_ptr, m, n, k, waves, helped, taken,
+    HAS_BIAS: gl.constexpr, X_BY_ROWS: gl.constexpr, W_BY_ROWS: gl.constexpr, BEFORE_TILE: gl.constexpr,
+    SHARED: gl.constexpr, PROGRAMS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
+    GROUP: gl.constexpr, STAGES: gl.constexpr,
     ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, PART: gl.constexpr, LAST_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[8, 1], instr_shape=[16, BN, 16])
+    ONES: gl.constexpr = gl.DotOperandLayout(0, LAYOUT, 2)
     tiles_m = gl.cdiv(m, BM)
     tiles_n = gl.cdiv(n, BN)
+    steps = gl.cdiv(k, BK)
+    program = gl.program_id(0)
+    count = works(program, PROGRAMS, waves, helped, tiles_m * tiles_n)
     # The load cursor runs ahead of the multiplication, across tiles.
-    load_tile = gl.program_id(0)
-    tile_m, tile_n = tile_at(load_tile, tiles_m, tiles_n, GROUP)
-    row = tile_m * BM
-    col = tile_n * BN
-    load_start = 0
+    load_work = 0
     load_stage = 0
-    load_turn = 0
+    row, col, step, stop = _begin(
+        load_work, waves, helped, taken, m, n, k, hook_ptr, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP
+    )
     for _ in gl.static_range(STAGES - 1):
-        load_tile, row, col, load_start, load_stage, load_turn = _load_next(
-            x, w, bias, a_ring, b_ring, bias_ring, ready, hook_ptr,
-            load_tile, row, col, load_start, load_stage, load_turn, m, n, k,
-            HAS_BIAS, W_BY_ROWS, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP, STAGES,
+        load_work, row, col, step, stop, load_stage = _load_next(
+            x, w, bias, a_ring, b_ring, bias_tile, ready, hook_ptr, load_work, row, col, step, stop, load_stage,
+            count, waves, helped, taken, m, n, k,
+            HAS_BIAS, X_BY_ROWS, W_BY_ROWS, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP, STAGES,
         )  # fmt: skip
 
     stage = 0
     phase = 0
-    turn = 0
-    for _tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
+    buffer_phase = 1
+    for work in range(0, count):
+        tile, from_step, to_step = work_at(work, program, PROGRAMS, waves, helped, taken, steps)
+        acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
         if HAS_BIAS:
-            # Where the sums start from: adding it to them afterwards would keep the tensor cores waiting longer.
-            mbarrier.wait(ready.index(stage), phase)
-            start = bias_ring.index(turn).load(gl.SliceLayout(0, LAYOUT)).to(gl.float32)
-            acc, zeros = gl.broadcast(start[None, :], gl.zeros((BM, BN), gl.float32, LAYOUT))
-        else:
-            acc = gl.zeros((BM, BN), gl.float32, LAYOUT)
-        for _step in range(0, k, BK):
+            if from_step == 0:
+                # The sums start from it: ones times it, exact. To spread it over the threads' registers took a
+                # microsecond a tile, and so did adding it at the end.
+                mbarrier.wait(ready.index(stage), phase)
+                depth = gl.arange(0, BIAS_DEPTH, gl.SliceLayout(0, ONES))[None, :]
+                ones, depth = gl.broadcast(gl.full((BM, 1), 1.0, x.dtype, ONES), depth)
+                acc = warpgroup_mma(gl.where(depth == 0, ones, 0.0).to(x.dtype), bias_tile, acc)
+        for _step in range(from_step, to_step):
             mbarrier.wait(ready.index(stage), phase)
             a = a_ring.index(stage)
             b = b_ring.index(stage)
+            if not X_BY_ROWS:
+                a = a.permute((1, 0))
             if not W_BY_ROWS:
                 b = b.permute((1, 0))
             acc = warpgroup_mma(a, b, acc, is_async=True)
             # With one step in flight, the one before it has left its stage, in every warp after the barrier.
             acc = warpgroup_mma_wait(1, deps=(acc, a, b))[0]
             thread_barrier()
-            load_tile, row, col, load_start, load_stage, load_turn = _load_next(
-                x, w, bias, a_ring, b_ring, bias_ring, ready, hook_ptr,
-                load_tile, row, col, load_start, load_stage, load_turn, m, n, k,
-                HAS_BIAS, W_BY_ROWS, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP, STAGES,
+            load_work, row, col, step, stop, load_stage = _load_next(
+                x, w, bias, a_ring, b_ring, bias_tile, ready, hook_ptr, load_work, row, col, step, stop, load_stage,
+                count, waves, helped, taken, m, n, k,
+                HAS_BIAS, X_BY_ROWS, W_BY_ROWS, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP, STAGES,
             )  # fmt: skip
             stage += 1
             if stage == STAGES:
                 stage = 0
                 phase ^= 1
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.wait(taken, turn ^ 1)
-        finished.store(acc.to(finished.dtype))
-        fence_async_shared()
-        thread_barrier()
-        mbarrier.arrive(done)
-        turn ^= 1
+        if SHARED:
+            place = tile - waves * PROGRAMS
+            acc = _meet(acc, from_step, to_step, steps, sums_of_others, flags_ptr, place, BM, BN)
+        if from_step == 0:
+            mbarrier.wait(emptied, buffer_phase)
+            finished.store(acc.to(finished.dtype))
+            fence_async_shared()
+            thread_barrier()
+            mbarrier.arrive(done)
+            buffer_phase ^= 1
 
     # Nothing hides the last tile's epilogue: these warps, now idle, take the larger part of it.
-    tiles = tiles_m * tiles_n
-    if gl.program_id(0) < tiles:
-        last = tiles - 1 - (tiles - 1 - gl.program_id(0)) % PROGRAMS
+    last, from_step, _stop = work_at(count - 1, program, PROGRAMS, waves, helped, taken, steps)
+    if (count > 0) & (from_step == 0):
         tile_m, tile_n = tile_at(last, tiles_m, tiles_n, GROUP)
         row = tile_m * BM
         col = tile_n * BN
@@ -176,6 +207,28 @@ def _multiply(
             finished_parts, LAST_BLOCKS, BN // PART, a_ring.index(0), late_arrived, pre, y,
             sums_ptr + tile_m.to(gl.int64) * n, row, col, m, n, ACT, GATED, PRE, BM, PART, 8,
         )  # fmt: skip
+
+
+@gluon.jit
+def _meet(acc, from_step, to_step, steps, sums_ptr, flags_ptr, place, BM: gl.constexpr, BN: gl.constexpr):
+    """Leave the sums of a tile's last steps in memory, or add them to those of its first, in slot `place`.
+
+    Who has added them clears the flag, for the next launch.
+    """
+    rows = gl.arange(0, BM, gl.SliceLayout(1, acc.type.layout))[:, None]
+    cols = gl.arange(0, BN, gl.SliceLayout(0, acc.type.layout))[None, :]
+    at = sums_ptr + place * (BM * BN) + rows * BN + cols
+    if from_step > 0:
+        gl.store(at, acc)
+        thread_barrier()
+        gl.atomic_xchg(flags_ptr + place, 1, sem="release", scope="gpu")
+    if to_step < steps:
+        while gl.atomic_add(flags_ptr + place, 0, sem="acquire", scope="gpu") == 0:
+            pass
+        thread_barrier()
+        acc += gl.load(at, cache_modifier=".cg")
+        gl.store(flags_ptr + place, 0)
+    return acc
 
 
 @gluon.jit
@@ -236,41 +289,49 @@ def _finish_blocks(
 
 @gluon.jit
 def _finish(
-    finished, pre_part, pre_arrived, done, taken, pre, y, sums_ptr, m, n,
+    finished, pre_part, pre_arrived, done, emptied, pre, y, sums_ptr, m, n, k, waves, helped, taken,
     ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr, LAST_BLOCKS: gl.constexpr,
+    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, PART: gl.constexpr,
+    LAST_BLOCKS: gl.constexpr,
 ):  # fmt: skip
     tiles_m = gl.cdiv(m, BM)
     tiles_n = gl.cdiv(n, BN)
+    steps = gl.cdiv(k, BK)
+    program = gl.program_id(0)
+    count = works(program, PROGRAMS, waves, helped, tiles_m * tiles_n)
     phase = 0
-    for tile in range(gl.program_id(0), tiles_m * tiles_n, PROGRAMS):
-        tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
-        row = tile_m * BM
-        col = tile_n * BN
-        if PRE == "read":
-            mbarrier.expect(pre_arrived, BM * PART * 2)
-            tma_load(pre, [row, col], pre_arrived, pre_part)
-        mbarrier.wait(done, phase)
-        end = LAST_BLOCKS if tile + PROGRAMS >= tiles_m * tiles_n else BN // PART
-        _finish_blocks(
-            finished, 0, end, pre_part, pre_arrived, pre, y, sums_ptr + tile_m.to(gl.int64) * n, row, col, m, n,
-            ACT, GATED, PRE, BM, PART, 4,
-        )  # fmt: skip
-        mbarrier.arrive(taken)
-        phase ^= 1
+    for work in range(0, count):
+        tile, from_step, _stop = work_at(work, program, PROGRAMS, waves, helped, taken, steps)
+        if from_step == 0:
+            tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
+            row = tile_m * BM
+            col = tile_n * BN
+            if PRE == "read":
+                mbarrier.expect(pre_arrived, BM * PART * 2)
+                tma_load(pre, [row, col], pre_arrived, pre_part)
+            mbarrier.wait(done, phase)
+            blocks = LAST_BLOCKS if work == count - 1 else BN // PART
+            _finish_blocks(
+                finished, 0, blocks, pre_part, pre_arrived, pre, y, sums_ptr + tile_m.to(gl.int64) * n, row, col, m, n,
+                ACT, GATED, PRE, BM, PART, 4,
+            )  # fmt: skip
+            mbarrier.arrive(emptied)
+            phase ^= 1
 
 
 @gluon.jit
 def _kernel(
-    x, w, bias, pre, y, sums_ptr, hook_ptr, m, n, k,
-    ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, HAS_BIAS: gl.constexpr, W_BY_ROWS: gl.constexpr,
-    BEFORE_TILE: gl.constexpr, PROGRAMS: gl.constexpr,
-    BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr, STAGES: gl.constexpr,
-    PART: gl.constexpr, LAST_BLOCKS: gl.constexpr, REGISTERS: gl.constexpr,
+    x, w, bias, pre, y, sums_ptr, hook_ptr, sums_of_others, flags_ptr, m, n, k, waves, helped, taken,
+    ACT: gl.constexpr, GATED: gl.constexpr, PRE: gl.constexpr, HAS_BIAS: gl.constexpr,
+    X_BY_ROWS: gl.constexpr, W_BY_ROWS: gl.constexpr, BEFORE_TILE: gl.constexpr, SHARED: gl.constexpr,
+    PROGRAMS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr, GROUP: gl.constexpr,
+    STAGES: gl.constexpr, PART: gl.constexpr, LAST_BLOCKS: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
-    a_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK], x.layout)
+    if not SHARED:
+        helped = 0
+    a_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BM, BK] if X_BY_ROWS else [STAGES, BK, BM], x.layout)
     b_ring = gl.allocate_shared_memory(x.dtype, [STAGES, BK, BN] if W_BY_ROWS else [STAGES, BN, BK], w.layout)
-    bias_ring = gl.allocate_shared_memory(x.dtype, [2, BN if HAS_BIAS else 8], bias.layout)
+    bias_tile = gl.allocate_shared_memory(x.dtype, [BIAS_DEPTH if HAS_BIAS else 8, BN], bias.layout)
     # One buffer, filled as a tile and emptied in parts: swizzled, it lies in memory as one block of 64 columns (128
     # bytes) after another, each row by row.
     WHOLE: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BM, BN], x.dtype)
@@ -282,30 +343,32 @@ def _kernel(
     pre_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     late_arrived = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     done = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
-    taken = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
+    emptied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(STAGES):
         mbarrier.init(ready.index(stage), count=1)
     mbarrier.init(pre_arrived, count=1)
     mbarrier.init(late_arrived, count=1)
     mbarrier.init(done, count=1)
-    mbarrier.init(taken, count=1)
+    mbarrier.init(emptied, count=1)
     fence_async_shared()
     gl.warp_specialize(
         [
             (
                 _multiply,
                 (
-                    x, w, bias, a_ring, b_ring, bias_ring, ready, finished, done, taken, hook_ptr,
-                    finished_parts, late_arrived, pre, y, sums_ptr, m, n, k,
-                    HAS_BIAS, W_BY_ROWS, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP, STAGES,
+                    x, w, bias, a_ring, b_ring, bias_tile, ready, finished, done, emptied, hook_ptr,
+                    sums_of_others, flags_ptr, finished_parts, late_arrived, pre, y, sums_ptr,
+                    m, n, k, waves, helped, taken,
+                    HAS_BIAS, X_BY_ROWS, W_BY_ROWS, BEFORE_TILE, SHARED, PROGRAMS, BM, BN, BK, GROUP, STAGES,
                     ACT, GATED, PRE, PART, LAST_BLOCKS,
                 ),
             ),
             (
                 _finish,
                 (
-                    finished_parts, pre_part, pre_arrived, done, taken, pre, y, sums_ptr, m, n,
-                    ACT, GATED, PRE, PROGRAMS, BM, BN, GROUP, PART, LAST_BLOCKS,
+                    finished_parts, pre_part, pre_arrived, done, emptied, pre, y, sums_ptr,
+                    m, n, k, waves, helped, taken,
+                    ACT, GATED, PRE, PROGRAMS, BM, BN, BK, GROUP, PART, LAST_BLOCKS,
                 ),
             ),
         ],
@@ -319,11 +382,19 @@ def _layout(*block: int) -> gl.NVMMASharedLayout:
     return gl.NVMMASharedLayout.get_default_for(list(block), gl.bfloat16)  # float16's is the same
 
 
-def _describe(x: Tensor, *block: int) -> TensorDescriptor:
-    """A descriptor without the slow checks of its constructor, which `matmul` has made."""
+def _describe(x: Tensor, by_rows: bool, rows: int, columns: int) -> TensorDescriptor:
+    """Blocks of `rows` and `columns` of a matrix, or of its transpose: of what has unit stride in its last dimension.
+
+    A vector is a matrix of one row. Without the slow checks of the descriptor's constructor, which `matmul` has made.
+    """
+    shape, strides, block = x.shape, x.stride(), (rows, columns)
+    if x.ndim == 1:
+        shape, strides = (1, *shape), (*shape, 1)
+    if not by_rows:
+        shape, strides, block = shape[::-1], strides[::-1], block[::-1]
     descriptor = object.__new__(TensorDescriptor)
     descriptor.__dict__.update(
-        base=x, shape=x.shape, strides=x.stride(), block_shape=list(block), layout=_layout(*block), padding="zero"
+        base=x, shape=shape, strides=strides, block_shape=block, layout=_layout(*block), padding="zero"
     )
     return descriptor
 
@@ -342,18 +413,26 @@ def matmul_hopper(
 ) -> None:
     """`matmul.matmul` where a TMA descriptor can describe every operand and ``K >= 256``."""
     (m, k), n = x.shape, w.shape[1]
-    by_rows = w.stride(1) == 1
-    programs = min(multiprocessors(x.device), cdiv(m, BM) * cdiv(n, BN))
-    part = _describe(pre if pre is not None else x, BM, PART)
+    x_by_rows, w_by_rows = x.stride(1) == 1, w.stride(1) == 1
+    tiles = cdiv(m, BM) * cdiv(n, BN)
+    programs = multiprocessors(x.device)
+    helped, taken = sharing(tiles, programs, cdiv(k, BK))
+    if not helped:
+        programs = min(programs, tiles)
     with on_device_of(x):
+        others, arrived = y, y
+        if helped:
+            others = torch.empty(tiles % programs, BM, BN, dtype=torch.float32, device=x.device)
+            arrived = flags(x.device)
         launch(
             _kernel, (programs,),
-            _describe(x, BM, BK), _describe(w, BK, BN) if by_rows else _describe(w.T, BN, BK),
-            _describe(bias if bias is not None else x[0], BN), part,
-            _describe(y, BM, PART // (1 + gated)),
-            y if column_sums is None else column_sums, y if hook is None else hook, m, n, k,
+            _describe(x, x_by_rows, BM, BK), _describe(w, w_by_rows, BK, BN),
+            _describe(y if bias is None else bias, True, BIAS_DEPTH.value, BN),
+            _describe(y if pre is None else pre, True, BM, PART), _describe(y, True, BM, PART // (1 + gated)),
+            y if column_sums is None else column_sums, y if hook is None else hook, others, arrived,
+            m, n, k, tiles // programs, helped, taken,
             ACT=activation, GATED=gated, PRE="none" if pre is None else "write" if column_sums is None else "read",
-            HAS_BIAS=bias is not None, W_BY_ROWS=by_rows, BEFORE_TILE=before_tile, PROGRAMS=programs,
-            BM=BM, BN=BN, BK=BK, GROUP=GROUP, STAGES=STAGES, PART=PART, LAST_BLOCKS=LAST_BLOCKS,
-            REGISTERS=REGISTERS if column_sums is None else REGISTERS_WITH_PRE, num_warps=8,
+            HAS_BIAS=bias is not None, X_BY_ROWS=x_by_rows, W_BY_ROWS=w_by_rows, BEFORE_TILE=before_tile,
+            SHARED=helped > 0, PROGRAMS=programs, BM=BM, BN=BN, BK=BK, GROUP=GROUP, STAGES=STAGES, PART=PART,
+            LAST_BLOCKS=LAST_BLOCKS, REGISTERS=REGISTERS if column_sums is None else REGISTERS_WITH_PRE, num_warps=8,
         )  # fmt: skip
