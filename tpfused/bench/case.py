@@ -10,12 +10,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from tpfused.bench.measure import copy_buffers
+
 Outputs = Sequence[Tensor]
 
 # Another library's kernels, timed where it is installed.
 OPTIONAL = {"liger": "liger_kernel"}
-
-SMALLEST_COPY = 64 * 2**20  # bytes read: what is below runs at the speed of a cache, or of the launch
 
 
 @dataclass(frozen=True)
@@ -144,14 +144,9 @@ def exact_of(direction: str, function: Callable, inputs: Outputs, grad: Tensor |
 
 
 def copy_floor(moved: float, device: torch.device) -> Floor:
-    """The time in which a copy moves `moved` bytes, read and written together.
-
-    Measured with a copy of as many bytes, or of `SMALLEST_COPY`: a small copy's time is mostly its launch.
-    """
-    size = max(int(moved) // 2, SMALLEST_COPY if device.type == "cuda" else 1)
-    source = torch.empty(size, dtype=torch.uint8, device=device).random_()
-    target = torch.empty_like(source)
-    return Floor("copy", lambda: target.copy_(source), moved / (2 * size))
+    """The time in which a copy moves `moved` bytes, read and written together: a share of that of `copy_buffers`."""
+    source, target = copy_buffers(device)
+    return Floor("copy", lambda: target.copy_(source), moved / (2 * source.numel()))
 
 
 def optional(module: str, name: str) -> Callable | None:

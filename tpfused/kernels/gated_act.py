@@ -28,33 +28,33 @@ from tpfused.kernels.launch import (
     rows_of,
 )
 
-BLOCK = 2048  # pairs a program, at most
+# Features a program, at most: 16 bytes a thread. Packed, that is four pairs; with more, a thread's results would be of
+# other pairs than its inputs, and would have to change threads.
+BLOCK, PACKED_BLOCK = 2048, 1024
 
 
 @triton.jit
-def _load_pair(gate_row, up_row, start, features, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
-    """gate and up of `BLOCK` features from `start`; packed, they are one contiguous load."""
+def _load_pair(gate_row, up_row, start, width, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr):
+    """gate and up of `BLOCK` features from `start`; packed, they are one contiguous load. `width`: of a row of gate."""
     if PACKED:
         at = 2 * start + tl.arange(0, 2 * BLOCK)
-        both = tl.load(gate_row + at, mask=at // 2 < features, other=0.0).to(COMPUTE)  # 2 * features may be 2**31
+        both = tl.load(gate_row + at, mask=at < width, other=0.0).to(COMPUTE)
         gate, up = tl.split(tl.reshape(both, (BLOCK, 2)))
     else:
         at = start + tl.arange(0, BLOCK)
-        gate = tl.load(gate_row + at, mask=at < features, other=0.0).to(COMPUTE)
-        up = tl.load(up_row + at, mask=at < features, other=0.0).to(COMPUTE)
+        gate = tl.load(gate_row + at, mask=at < width, other=0.0).to(COMPUTE)
+        up = tl.load(up_row + at, mask=at < width, other=0.0).to(COMPUTE)
     return gate, up
 
 
 @triton.jit
 def _forward_kernel(
-    gate_ptr, up_ptr, y_ptr, features, blocks, gate_stride, up_stride,
+    gate_ptr, up_ptr, y_ptr, features, width, blocks, gate_stride, up_stride,
     ACT: tl.constexpr, HALF: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
-    gate, up = _load_pair(
-        gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, features, COMPUTE, PACKED, BLOCK
-    )
+    gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, width, COMPUTE, PACKED, BLOCK)
     y = activate(gate, ACT, HALF) * up
     at = start + tl.arange(0, BLOCK)
     tl.store(y_ptr + row * features + at, y.to(y_ptr.dtype.element_ty), mask=at < features)
@@ -62,15 +62,13 @@ def _forward_kernel(
 
 @triton.jit
 def _backward_kernel(
-    gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, features, blocks,
+    gate_ptr, up_ptr, dy_ptr, dgate_ptr, dup_ptr, features, width, blocks,
     gate_stride, up_stride, dy_stride, out_stride,
     ACT: tl.constexpr, HALF: tl.constexpr, COMPUTE: tl.constexpr, PACKED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     row = (tl.program_id(0) // blocks).to(tl.int64)
     start = (tl.program_id(0) % blocks).to(tl.int64) * BLOCK
-    gate, up = _load_pair(
-        gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, features, COMPUTE, PACKED, BLOCK
-    )
+    gate, up = _load_pair(gate_ptr + row * gate_stride, up_ptr + row * up_stride, start, width, COMPUTE, PACKED, BLOCK)
     at = start + tl.arange(0, BLOCK)
     dy = tl.load(dy_ptr + row * dy_stride + at, mask=at < features, other=0.0).to(COMPUTE)
     value, slope = activate_and_derive(gate, ACT, HALF)
@@ -79,7 +77,7 @@ def _backward_kernel(
     if PACKED:
         both = tl.reshape(tl.join(dgate, dup), (2 * BLOCK,))
         at = 2 * start + tl.arange(0, 2 * BLOCK)
-        tl.store(dgate_ptr + row * out_stride + at, both, mask=at // 2 < features)
+        tl.store(dgate_ptr + row * out_stride + at, both, mask=at < width)
     else:
         tl.store(dgate_ptr + row * out_stride + at, dgate, mask=at < features)
         tl.store(dup_ptr + row * out_stride + at, dup, mask=at < features)
@@ -119,8 +117,8 @@ def gated_act(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "s
     return _gated_act(gate_up, up, packed or up is not None, ACTIVATIONS[activation])
 
 
-def _blocks(features: int) -> tuple[int, int]:
-    block = block_of(features, BLOCK)
+def _blocks(features: int, packed: bool) -> tuple[int, int]:
+    block = block_of(features, PACKED_BLOCK if packed else BLOCK)
     return block, cdiv(features, block)
 
 
@@ -137,11 +135,12 @@ def gated_act_forward(gate: Tensor, up: Tensor | None, packed: bool, activation:
     gate, up = rows_of(*_parts(gate, up, packed))
     packed = up is None
     features = gate.shape[1] // (1 + packed)
-    block, blocks = _blocks(features)
+    block, blocks = _blocks(features, packed)
     with on_device_of(y):
         launch(
             _forward_kernel, (gate.shape[0] * blocks,),
-            gate, gate if packed else up, y, features, blocks, gate.stride(0), 0 if packed else up.stride(0),
+            gate, gate if packed else up, y, features, gate.shape[1], blocks,
+            gate.stride(0), 0 if packed else up.stride(0),
             ACT=activation, HALF=is_half(y), COMPUTE=compute_type(y), PACKED=packed, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return y
@@ -164,11 +163,11 @@ def gated_act_backward(
     gate, up, dy = rows_of(*_parts(gate, up, packed), dy)
     packed = up is None
     features = dy.shape[1]
-    block, blocks = _blocks(features)
+    block, blocks = _blocks(features, packed)
     with on_device_of(dgate):
         launch(
             _backward_kernel, (dy.shape[0] * blocks,),
-            gate, gate if packed else up, dy, out, out if packed else out_up, features, blocks,
+            gate, gate if packed else up, dy, out, out if packed else out_up, features, gate.shape[1], blocks,
             gate.stride(0), 0 if packed else up.stride(0), dy.stride(0), (1 + (packed or in_halves)) * features,
             ACT=activation, HALF=is_half(dy), COMPUTE=compute_type(dy), PACKED=packed, BLOCK=block, num_warps=8,
         )  # fmt: skip
