@@ -74,7 +74,18 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
     if INTERPRET:
         return kernel[grid](*args, **constants)
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
-    key = id(kernel), torch.cuda.current_device(), num_warps, num_stages, *values, *map(_specialisation, args)
+    key = [id(kernel), torch.cuda.current_device(), num_warps, num_stages, *values]
+    for x in args:  # in line: a call for each would cost as much again
+        kind = type(x)
+        if kind is int:
+            key.append((x == 1, x % 16 == 0, -(2**31) <= x < 2**31))
+        elif kind is Tensor or kind is nn.Parameter:
+            key.append((x.dtype, x.data_ptr() % 16 == 0))
+        elif kind is float or x is None:
+            key.append(kind)
+        else:  # a TMA descriptor; its layout follows from these
+            key.append((x.base.dtype, *x.block_shape))
+    key = tuple(key)
     compiled = _compiled.get(key)
     if compiled is None:
         _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
@@ -82,19 +93,9 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
         compiled[(*grid, 1, 1)[:3]](*args, *values)
 
 
+# By what Triton compiles for: dtype and 16-byte alignment of a pointer, dtype and block of a descriptor, whether an
+# integer is 1 or a multiple of 16, and how wide it is.
 _compiled: dict[tuple, object] = {}
-
-
-def _specialisation(x) -> object:
-    """What of an argument Triton compiles for: dtype and 16-byte alignment of a pointer, block of a descriptor, whether
-    an integer is 1 or a multiple of 16, and how wide it is."""
-    if isinstance(x, Tensor):
-        return x.dtype, x.data_ptr() % 16 == 0
-    if isinstance(x, int):
-        return x == 1, x % 16 == 0, -(2**31) <= x < 2**31
-    if x is None or isinstance(x, float):
-        return x is None
-    return x.base.dtype, *x.block_shape  # a TMA descriptor; its layout follows from these
 
 
 @lru_cache

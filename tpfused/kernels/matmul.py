@@ -11,6 +11,7 @@ operand is not aligned to 16 bytes, by pointers with masks.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 import triton
@@ -246,17 +247,26 @@ def row_tile(x: Tensor, w: Tensor, pre: Tensor) -> int:
 
 def _hopper_can(x: Tensor, w: Tensor, *outputs: Tensor | None, bias: Tensor | None = None) -> bool:
     """Whether `matmul_hopper` can multiply these; an output it can allocate itself need not be given."""
-    if capability(x.device) != (9, 0) or not is_half(x) or x.shape[1] < HOPPER_DEPTH:
+    if x.dtype not in (torch.float16, torch.bfloat16) or capability(x.device) != (9, 0):
         return False
-    if 4 * _hopper_tiles(x, w) < 3 * multiprocessors(x.device):  # smaller tiles keep more of them busy
-        return False
-    if not all(_aligned(o, o.stride(1) == 1) for o in (x, w)) or not all(o is None or _aligned(o) for o in outputs):
-        return False
-    return bias is None or (bias.data_ptr() % 16 == 0 and bias.stride(0) == 1)
+    vector = bias is None or (bias.data_ptr() % 16 == 0 and bias.stride(0) == 1)
+    return vector and _hopper_fits(
+        multiprocessors(x.device),
+        *((o.shape, o.stride(), o.data_ptr() % 16) for o in (x, w, *outputs) if o is not None),
+    )
 
 
-def _hopper_tiles(x: Tensor, w: Tensor) -> int:
-    return cdiv(x.shape[0], HOPPER_ROWS) * cdiv(w.shape[1], HOPPER_COLUMNS)
+@lru_cache(maxsize=4096)
+def _hopper_fits(processors: int, x: tuple, w: tuple, *outputs: tuple) -> bool:
+    """Each tensor as shape, strides and alignment."""
+    if x[0][1] < HOPPER_DEPTH or 4 * _hopper_tiles(x[0][0], w[0][1]) < 3 * processors:  # smaller tiles keep more busy
+        return False
+    operands = all(_describable(*o, itemsize=2, by_rows=o[1][1] == 1) for o in (x, w))
+    return operands and all(_describable(*o, itemsize=2) for o in outputs)
+
+
+def _hopper_tiles(m: int, n: int) -> int:
+    return cdiv(m, HOPPER_ROWS) * cdiv(n, HOPPER_COLUMNS)
 
 
 def _tf32(x: Tensor) -> bool:
@@ -265,17 +275,21 @@ def _tf32(x: Tensor) -> bool:
 
 
 def _aligned(x: Tensor, by_rows: bool = True) -> bool:
-    """Whether a TMA descriptor can describe `x`, or its transpose: 16-byte aligned base and rows that lie apart, 32-bit
-    coordinates."""
+    return _describable(x.shape, x.stride(), x.data_ptr() % 16, x.element_size(), by_rows)
+
+
+def _describable(shape: tuple, strides: tuple, misaligned: int, itemsize: int, by_rows: bool = True) -> bool:
+    """Whether a TMA descriptor can describe a matrix, or its transpose: 16-byte aligned base and rows that lie apart,
+    32-bit coordinates."""
     apart, unit = (0, 1) if by_rows else (1, 0)
-    rows = x.stride(apart) * x.element_size() % 16 == 0 and x.stride(apart) >= x.shape[unit]
-    return x.stride(unit) == 1 and rows and x.data_ptr() % 16 == 0 and max(x.shape) < 2**31
+    rows = strides[apart] * itemsize % 16 == 0 and strides[apart] >= shape[unit]
+    return strides[unit] == 1 and rows and misaligned == 0 and max(shape) < 2**31
 
 
 def _product(x: Tensor, w: Tensor) -> Tensor:
     (m, k), n = x.shape, w.shape[1]
     if n * x.element_size() % 16 == 0 and _hopper_can(x, w):
-        if sharing(_hopper_tiles(x, w), multiprocessors(x.device), cdiv(k, HOPPER_STEP))[0]:
+        if sharing(_hopper_tiles(m, n), multiprocessors(x.device), cdiv(k, HOPPER_STEP))[0]:
             y = torch.empty(m, n, dtype=x.dtype, device=x.device)
             matmul(x, w, y)
             return y
