@@ -1,35 +1,259 @@
 // The Python module tpfused._C. It uses Python's limited C API only, so one build serves every Python from 3.11 on,
-// and takes integers and strings, never torch objects.
+// and takes integers, strings and bytes, never torch objects: addresses, streams and handles are integers.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
-#include <cuda_runtime_api.h>
-#include <nccl.h>
+#include <cstring>
 
 #include "build_info.h"
+#include "check.h"
+#include "group.h"
+#include "operations.h"
 
 namespace {
 
-PyObject* build_info(PyObject*, PyObject*) {
-  int nccl = 0;
-  ncclResult_t result = ncclGetVersion(&nccl);
-  if (result != ncclSuccess) {
-    return PyErr_Format(PyExc_RuntimeError, "ncclGetVersion failed: %s", ncclGetErrorString(result));
+using namespace tpfused;
+
+// Runs `body`, which gives a new reference, and turns what it throws into RuntimeError.
+template <typename Body>
+PyObject* guarded(Body body) {
+  try {
+    return body();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+    return nullptr;
   }
-  return Py_BuildValue("{s:i,s:s,s:i,s:i}", "cuda", CUDART_VERSION, "architectures", TPFUSED_ARCHITECTURES,
-                       "nccl_compiled", NCCL_VERSION_CODE, "nccl_loaded", nccl);
+}
+
+// The same without Python's lock: for what may wait for other ranks, and what other threads need not wait for.
+template <typename Body>
+PyObject* unlocked(Body body) {
+  std::string failure;
+  Py_BEGIN_ALLOW_THREADS;
+  try {
+    body();
+  } catch (const std::exception& error) {
+    failure = error.what();
+  }
+  Py_END_ALLOW_THREADS;
+  if (failure.empty()) return Py_NewRef(Py_None);
+  PyErr_SetString(PyExc_RuntimeError, failure.c_str());
+  return nullptr;
+}
+
+template <typename T>
+T* at(long long address) {
+  return reinterpret_cast<T*>(address);
+}
+
+PyObject* build_info(PyObject*, PyObject*) {
+  return guarded([] {
+    int nccl = 0;
+    check(ncclGetVersion(&nccl), "ncclGetVersion");
+    return Py_BuildValue("{s:i,s:s,s:i,s:i}", "cuda", CUDART_VERSION, "architectures", TPFUSED_ARCHITECTURES,
+                         "nccl_compiled", NCCL_VERSION_CODE, "nccl_loaded", nccl);
+  });
 }
 
 PyObject* kernel_architecture(PyObject*, PyObject* args) {
   int device = 0;
   if (!PyArg_ParseTuple(args, "i:kernel_architecture", &device)) return nullptr;
-  int architecture = 0;
-  cudaError_t error = tpfused::kernel_architecture(device, &architecture);
-  if (error != cudaSuccess) {
-    return PyErr_Format(PyExc_RuntimeError, "CUDA device %d: %s", device, cudaGetErrorString(error));
+  return guarded([&] {
+    int architecture = 0;
+    std::string what = "CUDA device " + std::to_string(device);
+    check(tpfused::kernel_architecture(device, &architecture), what.c_str());
+    return PyLong_FromLong(architecture);
+  });
+}
+
+PyObject* nccl_unique_id(PyObject*, PyObject*) {
+  return guarded([] {
+    ncclUniqueId id;
+    check(ncclGetUniqueId(&id), "ncclGetUniqueId");
+    return PyBytes_FromStringAndSize(id.internal, sizeof id.internal);
+  });
+}
+
+PyObject* group_create(PyObject*, PyObject* args) {
+  int device, rank, size, max_ctas;
+  const char* bytes;
+  Py_ssize_t length;
+  if (!PyArg_ParseTuple(args, "iiiy#i:group_create", &device, &rank, &size, &bytes, &length, &max_ctas)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    ncclUniqueId id;
+    if (length != sizeof id.internal) throw std::runtime_error("an NCCL id has 128 bytes");
+    std::memcpy(id.internal, bytes, sizeof id.internal);
+    Group* group = nullptr;
+    PyObject* none = unlocked([&] { group = new Group(device, rank, size, id, max_ctas); });
+    if (!none) return nullptr;
+    Py_DECREF(none);
+    return PyLong_FromVoidPtr(group);
+  });
+}
+
+PyObject* group_destroy(PyObject*, PyObject* args) {
+  long long group;
+  if (!PyArg_ParseTuple(args, "L:group_destroy", &group)) return nullptr;
+  return guarded([&] {
+    delete at<Group>(group);
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* group_allocate(PyObject*, PyObject* args) {
+  long long address, slot_bytes;
+  if (!PyArg_ParseTuple(args, "LL:group_allocate", &address, &slot_bytes)) return nullptr;
+  return guarded([&] {
+    auto& group = *at<Group>(address);
+    DeviceGuard guard(group.device);
+    check(cudaDeviceSynchronize(), "waiting for operations under way");
+    group.peers = nullptr;
+    group.peers = std::make_unique<PeerMemory>(group.size, static_cast<size_t>(slot_bytes));
+    group.restart_uses();
+    std::string handle = group.peers->handle();
+    return PyBytes_FromStringAndSize(handle.data(), static_cast<Py_ssize_t>(handle.size()));
+  });
+}
+
+PyObject* group_disconnect(PyObject*, PyObject* args) {
+  long long address;
+  if (!PyArg_ParseTuple(args, "L:group_disconnect", &address)) return nullptr;
+  return guarded([&] {
+    auto& group = *at<Group>(address);
+    DeviceGuard guard(group.device);
+    if (group.peers) group.peers->disconnect();
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* group_connect(PyObject*, PyObject* args) {
+  long long address;
+  PyObject* list;
+  if (!PyArg_ParseTuple(args, "LO:group_connect", &address, &list)) return nullptr;
+  return guarded([&]() -> PyObject* {
+    auto& group = *at<Group>(address);
+    DeviceGuard guard(group.device);
+    std::vector<std::string> handles;
+    for (int peer = 0; peer < group.size; ++peer) {
+      PyObject* item = PySequence_GetItem(list, peer);
+      char* bytes;
+      Py_ssize_t length;
+      if (!item || PyBytes_AsStringAndSize(item, &bytes, &length) < 0) {
+        Py_XDECREF(item);
+        return nullptr;
+      }
+      handles.emplace_back(bytes, length);
+      Py_DECREF(item);
+    }
+    group.peers->connect(group.rank, handles);
+    return Py_NewRef(Py_None);
+  });
+}
+
+// Every operation's arguments begin alike.
+struct Call {
+  long long group, stream, workspace, workspace_bytes, tokens, each, k, n;
+  int tier, type;
+
+  Group& group_() const { return *at<Group>(group); }
+  Rows rows() const { return {tokens, each, group_().size}; }
+};
+
+#define CALL_FORMAT "LiLLLiLLLL"
+#define CALL_ARGUMENTS(call)                                                                                           \
+  &call.group, &call.tier, &call.stream, &call.workspace, &call.workspace_bytes, &call.type, &call.tokens, &call.each, \
+      &call.k, &call.n
+#define CALL_NAMES "group, tier, stream, workspace, workspace_bytes, type, tokens, each, k, n, "
+
+// Enqueues an operation.
+template <typename Operation>
+PyObject* run(void (*function)(Group&, Tier, const Operation&, Workspace, cudaStream_t), const Call& call,
+              const Operation& operation) {
+  return unlocked([&] {
+    std::lock_guard<std::mutex> lock(call.group_().mutex);
+    Workspace workspace(at<void>(call.workspace), call.workspace_bytes);
+    function(call.group_(), static_cast<Tier>(call.tier), operation, workspace, at<CUstream_st>(call.stream));
+  });
+}
+
+PyObject* run_all_gather_matmul(PyObject*, PyObject* args) {
+  Call call;
+  long long x, w, w_leading, y, bias, pre, gathered;
+  int w_by_depth, activation;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLiLLL:all_gather_matmul", CALL_ARGUMENTS(call), &x, &w, &w_leading,
+                        &w_by_depth, &y, &activation, &bias, &pre, &gathered)) {
+    return nullptr;
   }
-  return PyLong_FromLong(architecture);
+  return run(all_gather_matmul, call,
+             AllGatherMatmul{call.rows(),
+                             call.k,
+                             call.n,
+                             at<void>(x),
+                             {at<void>(w), w_leading, w_by_depth != 0},
+                             at<void>(y),
+                             static_cast<Activation>(activation),
+                             at<void>(bias),
+                             at<void>(pre),
+                             at<void>(gathered),
+                             static_cast<Type>(call.type)});
+}
+
+PyObject* run_matmul_reduce_scatter(PyObject*, PyObject* args) {
+  Call call;
+  long long x, w, w_leading, y, bias;
+  int w_by_depth;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLL:matmul_reduce_scatter", CALL_ARGUMENTS(call), &x, &w, &w_leading,
+                        &w_by_depth, &y, &bias)) {
+    return nullptr;
+  }
+  return run(matmul_reduce_scatter, call,
+             MatmulReduceScatter{call.rows(),
+                                 call.k,
+                                 call.n,
+                                 at<void>(x),
+                                 {at<void>(w), w_leading, w_by_depth != 0},
+                                 at<void>(y),
+                                 at<void>(bias),
+                                 static_cast<Type>(call.type)});
+}
+
+PyObject* run_column_backward(PyObject*, PyObject* args) {
+  Call call;
+  long long dpre, x, w, w_leading, dx, dw;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLL:column_backward", CALL_ARGUMENTS(call), &dpre, &x, &w, &w_leading,
+                        &dx, &dw)) {
+    return nullptr;
+  }
+  return run(column_backward, call,
+             ColumnBackward{call.rows(),
+                            call.k,
+                            call.n,
+                            at<void>(dpre),
+                            at<void>(x),
+                            {at<void>(w), w_leading, false},
+                            at<void>(dx),
+                            at<void>(dw),
+                            static_cast<Type>(call.type)});
+}
+
+PyObject* run_row_backward(PyObject*, PyObject* args) {
+  Call call;
+  long long dy, x, w, w_leading, dx, dw;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLL:row_backward", CALL_ARGUMENTS(call), &dy, &x, &w, &w_leading, &dx,
+                        &dw)) {
+    return nullptr;
+  }
+  return run(row_backward, call,
+             RowBackward{call.rows(),
+                         call.k,
+                         call.n,
+                         at<void>(dy),
+                         at<void>(x),
+                         {at<void>(w), w_leading, false},
+                         at<void>(dx),
+                         at<void>(dw),
+                         static_cast<Type>(call.type)});
 }
 
 PyMethodDef methods[] = {
@@ -37,11 +261,37 @@ PyMethodDef methods[] = {
      "What this was compiled with, and the NCCL that was loaded; versions as the libraries' own integers."},
     {"kernel_architecture", kernel_architecture, METH_VARARGS,
      "kernel_architecture(device) -> the architecture, such as 90, of the machine code that this device runs."},
+    {"nccl_unique_id", nccl_unique_id, METH_NOARGS, "What all ranks give to `group_create`, made by one of them."},
+    {"group_create", group_create, METH_VARARGS,
+     "group_create(device, rank, size, nccl_id, max_ctas) -> group. All ranks together; max_ctas 0: NCCL's choice."},
+    {"group_destroy", group_destroy, METH_VARARGS, "group_destroy(group). Waits for no other rank."},
+    {"group_allocate", group_allocate, METH_VARARGS,
+     "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},
+    {"group_disconnect", group_disconnect, METH_VARARGS,
+     "group_disconnect(group): before any rank allocates anew; no operation may be under way on any of them."},
+    {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},
+    {"all_gather_matmul", run_all_gather_matmul, METH_VARARGS,
+     "all_gather_matmul(" CALL_NAMES
+     "x, w, w_leading, w_by_depth, y, activation, bias, pre, gathered); see operations.h."},
+    {"matmul_reduce_scatter", run_matmul_reduce_scatter, METH_VARARGS,
+     "matmul_reduce_scatter(" CALL_NAMES "x, w, w_leading, w_by_depth, y, bias); see operations.h."},
+    {"column_backward", run_column_backward, METH_VARARGS,
+     "column_backward(" CALL_NAMES "dpre, x, w, w_leading, dx, dw); see operations.h."},
+    {"row_backward", run_row_backward, METH_VARARGS,
+     "row_backward(" CALL_NAMES "dy, x, w, w_leading, dx, dw); see operations.h."},
     {nullptr, nullptr, 0, nullptr},
 };
 
 PyModuleDef definition = {
-    PyModuleDef_HEAD_INIT, "tpfused._C", "The compiled part of tpfused.", 0, methods, nullptr, nullptr, nullptr, nullptr,
+    PyModuleDef_HEAD_INIT,
+    "tpfused._C",
+    "The compiled part of tpfused.",
+    0,
+    methods,
+    nullptr,
+    nullptr,
+    nullptr,
+    nullptr,
 };
 
 }  // namespace

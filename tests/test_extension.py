@@ -30,6 +30,7 @@ def machine(tmp_path, monkeypatch):
     nvcc("13.0")
     torch("2.14.1+cu130", "13.0")
     write("nvidia.nccl/include/nccl.h", "")
+    write("nvidia.cublas/include/cublasLt.h", "")
     write("python/Python.h", "")
     monkeypatch.setattr(
         extension, "_package_folder", lambda name: tmp_path / name if (tmp_path / name).exists() else None
@@ -45,7 +46,14 @@ def test_buildable(machine, tmp_path):
     found = extension.find_toolchain()
     assert found.nvcc == tmp_path / "cuda/bin/nvcc"
     assert found.nccl == tmp_path / "nvidia.nccl"
+    assert found.cublas == tmp_path / "nvidia.cublas" and found.cuda == 13
     assert found.architectures == ("8.0", "9.0", "10.0", "12.0+PTX")
+
+
+def test_the_libraries_of_cuda_13_share_a_folder(machine, tmp_path):
+    (tmp_path / "nvidia.cu13/include").mkdir(parents=True)
+    (tmp_path / "nvidia.cu13/include/cublasLt.h").touch()
+    assert extension.find_toolchain().cublas == tmp_path / "nvidia.cu13"
 
 
 @pytest.mark.parametrize("nvcc, torch", [("13.2", "13.0"), ("13.0", "13.10"), ("9.2", "9.1")])
@@ -68,6 +76,7 @@ def test_another_major_version_is_named(machine, nvcc, torch):
     [
         ("torch", "torch is not installed"),
         ("nvidia.nccl", "NCCL wheel"),
+        ("nvidia.cublas", "cuBLAS wheel"),
         ("python/Python.h", "Python's header files"),
     ],
 )

@@ -5,6 +5,9 @@ every Python from 3.11 on. This module imports no torch: setup.py runs it where 
 version file says all that a build has to know.
 """
 
+import fcntl
+import hashlib
+import importlib
 import importlib.util
 import os
 import re
@@ -14,7 +17,8 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
 
 PYTHON_ABI = "0x030B0000"  # CPython 3.11's limited API
@@ -32,6 +36,8 @@ class NotBuildable(Exception):
 class Toolchain:
     nvcc: Path
     nccl: Path  # the folder of torch's own NCCL wheel, with include/ and lib/
+    cublas: Path  # the same of its cuBLAS wheel
+    cuda: int  # major version, of all of them
     architectures: tuple[str, ...]  # "8.0", "9.0a", "12.0+PTX", as in TORCH_CUDA_ARCH_LIST
 
 
@@ -46,18 +52,23 @@ def find_toolchain() -> Toolchain:
     nccl = _package_folder("nvidia.nccl")
     if nccl is None or not (nccl / "include" / "nccl.h").exists():
         raise NotBuildable("torch's NCCL wheel (nvidia-nccl), which holds nccl.h, is not installed")
+    # CUDA 13's libraries share a folder; each of CUDA 12's has its own.
+    found = [_package_folder(f"nvidia.cu{_major(torch_cuda)}"), _package_folder("nvidia.cublas")]
+    cublas = next((folder for folder in found if folder and (folder / "include" / "cublasLt.h").exists()), None)
+    if cublas is None:
+        raise NotBuildable("torch's cuBLAS wheel (nvidia-cublas), which holds cublasLt.h, is not installed")
     if not (_python_include() / "Python.h").exists():
         raise NotBuildable(f"Python's header files are not installed (no {_python_include() / 'Python.h'})")
     if shutil.which("g++") is None and "NVCC_CCBIN" not in os.environ:
         raise NotBuildable("nvcc needs a C++ compiler beside it, and there is no g++ on PATH")
-    return Toolchain(nvcc, nccl, _architectures(nvcc))
+    return Toolchain(nvcc, nccl, cublas, _major(torch_cuda), _architectures(nvcc))
 
 
 def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bool) -> None:
     """Compiles csrc into `target`. Raises subprocess.CalledProcessError where the compiler fails.
 
-    The library finds libnccl.so.2 relative to its own place in site-packages; `in_tree`, for an editable
-    install, adds the absolute path, as the source folder has no such neighbour.
+    The library finds NCCL and cuBLAS relative to its own place in site-packages; `in_tree`, for an editable
+    install, adds the absolute paths, as the source folder has no such neighbours.
     """
     build_folder.mkdir(parents=True, exist_ok=True)
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -70,6 +81,8 @@ def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bo
         f'-DTPFUSED_ARCHITECTURES="{" ".join(toolchain.architectures)}"',
         f"-I{_python_include()}",
         f"-I{toolchain.nccl / 'include'}",
+        # After nvcc's own headers, some of which that folder has too.
+        f"-Xcompiler=-idirafter,{toolchain.cublas / 'include'}",
         *_code_flags(toolchain.architectures),
     ]
     folder = source_folder()
@@ -79,14 +92,61 @@ def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bo
         output = build_folder / f"{source.name}.o"
         steps.append((output, [source, *headers], [*compile_command, "-c", str(source), "-o", str(output)]))
     objects = [output for output, _, _ in steps]
-    library_folder = toolchain.nccl / "lib"
-    rpaths = ["$ORIGIN/../nvidia/nccl/lib"] + ([str(library_folder)] if in_tree else [])
+    libraries = [
+        (toolchain.nccl / "lib", "libnccl.so.2"),
+        (toolchain.cublas / "lib", f"libcublasLt.so.{toolchain.cuda}"),
+    ]
+    rpaths = [f"$ORIGIN/../nvidia/{folder.parent.name}/lib" for folder, _ in libraries]
+    rpaths += [str(folder) for folder, _ in libraries] if in_tree else []
     # nvcc links the CUDA run-time library statically, and that opens libcuda when first used: importing the
     # extension needs neither a driver nor a GPU.
     link_command = [str(toolchain.nvcc), "-shared", "-o", str(target), *map(str, objects)]
-    link_command += [f"-L{library_folder}", "-l:libnccl.so.2", *(f"-Xlinker=-rpath,{p}" for p in rpaths)]
+    link_command += [option for folder, name in libraries for option in (f"-L{folder}", f"-l:{name}")]
+    link_command += [f"-Xlinker=-rpath,{path}" for path in rpaths]
     steps.append((target, objects, link_command))
     _run(steps, build_folder)
+
+
+@lru_cache
+def load():
+    """The compiled module, tpfused._C.
+
+    Where the install has none it is compiled, once for a torch, nvcc, architecture and source, and kept in the user's
+    cache folder; any number of processes may ask at the same time.
+
+    Raises:
+        NotBuildable: it is not there and can't be built, with the reason.
+    """
+    import torch  # first: it loads the NCCL and cuBLAS that the extension shares with it
+
+    try:
+        return importlib.import_module("tpfused._C")
+    except ImportError:
+        pass
+    major, minor = torch.cuda.get_device_capability()
+    toolchain = replace(find_toolchain(), architectures=(f"{major}.{minor}",))
+    told = [torch.__version__, _ask_nvcc(toolchain.nvcc, "--version"), *toolchain.architectures, PYTHON_ABI]
+    told += [file.read_text() for file in sorted(source_folder().iterdir())]
+    folder = cache_folder() / hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    target = folder / "_C.abi3.so"
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not target.exists():
+            try:
+                build(toolchain, folder / "building" / target.name, folder / "objects", in_tree=True)
+            except subprocess.CalledProcessError as error:
+                raise NotBuildable(f"compiling csrc failed: {error}") from error
+            os.replace(folder / "building" / target.name, target)
+    spec = importlib.util.spec_from_file_location("tpfused._C", target)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def cache_folder() -> Path:
+    """Where the extension compiled at first use is kept."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "tpfused"
 
 
 def source_folder() -> Path:

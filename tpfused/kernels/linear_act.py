@@ -185,7 +185,7 @@ def _forward(
         return torch._addmm_activation(bias, x, weight.T, use_gelu=use_gelu), x.new_empty(0, n)
     with without_autocast(x):
         pre = torch.nn.functional.linear(x, weight, bias)
-    y = gated_act_forward(pre, None, True, activation) if gated else _act(pre, activation)
+    y = gated_act_forward(pre, None, True, activation) if gated else apply_activation(pre, activation)
     return y, pre if keeps_pre else pre.new_empty(0, n)
 
 
@@ -194,7 +194,8 @@ def _fake_forward(x, weight, bias, main_grad, activation, gated, keeps_pre, back
     return x.new_empty(m, n // (1 + gated)), x.new_empty(m if keeps_pre else 0, n)
 
 
-def _act(pre: Tensor, activation: int) -> Tensor:
+def apply_activation(pre: Tensor, activation: int) -> Tensor:
+    """``act(pre)`` of a contiguous tensor."""
     if activation == 0:
         return pre
     y = torch.empty_like(pre)

@@ -1,0 +1,152 @@
+#include "matmul.h"
+
+#include "check.h"
+
+namespace tpfused {
+namespace {
+
+cudaDataType_t data_type(Type type) {
+  switch (type) {
+    case Type::float32:
+    case Type::tf32:
+      return CUDA_R_32F;
+    case Type::float16:
+      return CUDA_R_16F;
+    default:
+      return CUDA_R_16BF;
+  }
+}
+
+cublasLtEpilogue_t epilogue_of(const Product& product) {
+  bool bias = product.bias != nullptr;
+  switch (product.activation) {
+    case Activation::relu:
+      return bias ? CUBLASLT_EPILOGUE_RELU_BIAS : CUBLASLT_EPILOGUE_RELU;
+    case Activation::gelu:
+      if (product.pre) return bias ? CUBLASLT_EPILOGUE_GELU_AUX_BIAS : CUBLASLT_EPILOGUE_GELU_AUX;
+      return bias ? CUBLASLT_EPILOGUE_GELU_BIAS : CUBLASLT_EPILOGUE_GELU;
+    default:
+      return bias ? CUBLASLT_EPILOGUE_BIAS : CUBLASLT_EPILOGUE_DEFAULT;
+  }
+}
+
+}  // namespace
+
+// cuBLASLt counts columns first: a row-major matrix is its transpose there. So y' = b' a', and "first" is b.
+struct Matmul::Plan {
+  cublasLtMatmulDesc_t operation = nullptr;
+  cublasLtMatrixLayout_t first = nullptr, second = nullptr, result = nullptr;
+  cublasLtMatmulAlgo_t algorithm;
+
+  ~Plan() {
+    if (result) cublasLtMatrixLayoutDestroy(result);
+    if (second) cublasLtMatrixLayoutDestroy(second);
+    if (first) cublasLtMatrixLayoutDestroy(first);
+    if (operation) cublasLtMatmulDescDestroy(operation);
+  }
+};
+
+Matmul::Matmul(int device, Type type) : device_(device), type_(type) {
+  DeviceGuard guard(device_);
+  check(cublasLtCreate(&handle_), "cublasLtCreate");
+}
+
+Matmul::~Matmul() {
+  plans_.clear();
+  if (handle_) cublasLtDestroy(handle_);
+}
+
+Matmul::Plan& Matmul::plan_for(const Product& p) {
+  auto addresses = reinterpret_cast<uintptr_t>(p.a.data) | reinterpret_cast<uintptr_t>(p.b.data) |
+                   reinterpret_cast<uintptr_t>(p.y.data) | reinterpret_cast<uintptr_t>(p.bias);
+  bool aligned = addresses % 16 == 0;
+  int kind = p.a.transposed | p.b.transposed << 1 | (p.pre != nullptr) << 2 | aligned << 3 | (p.bias != nullptr) << 4;
+  Key key{p.m,         p.n,         p.k,        p.batch,    kind,       p.a.leading,
+          p.b.leading, p.y.leading, p.a.stride, p.b.stride, p.y.stride, static_cast<int>(p.activation)};
+  std::unique_ptr<Plan>& known = plans_[key];
+  if (known) return *known;
+
+  auto plan = std::make_unique<Plan>();
+  auto data = data_type(type_);
+  auto compute = type_ == Type::tf32 ? CUBLAS_COMPUTE_32F_FAST_TF32 : CUBLAS_COMPUTE_32F;
+  check(cublasLtMatmulDescCreate(&plan->operation, compute, CUDA_R_32F), "cublasLtMatmulDescCreate");
+  auto set = [&](cublasLtMatmulDescAttributes_t attribute, const auto& value) {
+    check(cublasLtMatmulDescSetAttribute(plan->operation, attribute, &value, sizeof value),
+          "cublasLtMatmulDescSetAttribute");
+  };
+  cublasOperation_t as_first = p.b.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+  cublasOperation_t as_second = p.a.transposed ? CUBLAS_OP_T : CUBLAS_OP_N;
+  set(CUBLASLT_MATMUL_DESC_TRANSA, as_first);
+  set(CUBLASLT_MATMUL_DESC_TRANSB, as_second);
+  cublasLtEpilogue_t epilogue = epilogue_of(p);
+  set(CUBLASLT_MATMUL_DESC_EPILOGUE, epilogue);
+  if (p.bias) {
+    set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, data);
+    set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, p.bias);
+  }
+  if (p.pre) {
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.pre);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.y.leading);
+    if (p.batch > 1) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, p.y.stride);
+  }
+
+  auto layout = [&](cublasLtMatrixLayout_t* made, int64_t rows, int64_t columns, const Matrix& matrix) {
+    if (matrix.transposed) std::swap(rows, columns);
+    check(cublasLtMatrixLayoutCreate(made, data, columns, rows, matrix.leading), "cublasLtMatrixLayoutCreate");
+    if (p.batch == 1) return;
+    int32_t batch = p.batch;
+    check(cublasLtMatrixLayoutSetAttribute(*made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch),
+          "batch count");
+    check(cublasLtMatrixLayoutSetAttribute(*made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &matrix.stride,
+                                           sizeof matrix.stride),
+          "batch stride");
+  };
+  layout(&plan->first, p.k, p.n, p.b);
+  layout(&plan->second, p.m, p.k, p.a);
+  layout(&plan->result, p.m, p.n, p.y);
+
+  cublasLtMatmulPreference_t preference = nullptr;
+  check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
+  size_t bytes = workspace_bytes;
+  cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes);
+  uint32_t alignment = aligned ? 16 : static_cast<uint32_t>(size_of(type_));
+  for (auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
+                         CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
+    cublasLtMatmulPreferenceSetAttribute(preference, attribute, &alignment, sizeof alignment);
+  }
+  cublasLtMatmulHeuristicResult_t found;
+  int count = 0;
+  cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, plan->operation, plan->first, plan->second,
+                                                         plan->result, plan->result, preference, 1, &found, &count);
+  cublasLtMatmulPreferenceDestroy(preference);
+  check(status, "cublasLtMatmulAlgoGetHeuristic");
+  if (count == 0) throw std::runtime_error("cuBLASLt has no algorithm for this matmul");
+  plan->algorithm = found.algo;
+  known = std::move(plan);
+  return *known;
+}
+
+void Matmul::run(const Product& p, cudaStream_t stream, void* workspace) {
+  if (p.m == 0 || p.n == 0) return;
+  if (p.k == 0) {  // a rank's share of the input features may be empty; such a product has no bias
+    check(cudaMemset2DAsync(p.y.data, p.y.leading * size_of(type_), 0, p.n * size_of(type_), p.m, stream),
+          "cudaMemset");
+    return;
+  }
+  Plan& plan = plan_for(p);
+  if (p.bias) {
+    check(cublasLtMatmulDescSetAttribute(plan.operation, CUBLASLT_MATMUL_DESC_BIAS_POINTER, &p.bias, sizeof p.bias),
+          "bias");
+  }
+  if (p.pre) {
+    check(
+        cublasLtMatmulDescSetAttribute(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &p.pre, sizeof p.pre),
+        "pre-activation");
+  }
+  float one = 1, zero = 0;
+  check(cublasLtMatmul(handle_, plan.operation, &one, p.b.data, plan.first, p.a.data, plan.second, &zero, p.y.data,
+                       plan.result, p.y.data, plan.result, &plan.algorithm, workspace, workspace_bytes, stream),
+        "cublasLtMatmul");
+}
+
+}  // namespace tpfused

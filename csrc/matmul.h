@@ -1,0 +1,65 @@
+#pragma once
+
+#include <cublasLt.h>
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+#include <map>
+#include <memory>
+#include <tuple>
+
+namespace tpfused {
+
+enum class Type { float32 = 0, float16 = 1, bfloat16 = 2, tf32 = 3 };  // tf32: float32, rounded for the tensor cores
+
+inline size_t size_of(Type type) { return type == Type::float32 || type == Type::tf32 ? 4 : 2; }
+
+// What a matmul does with its sums, to which it adds the bias first if there is one. gelu is its tanh form.
+enum class Activation { none = 0, relu = 1, gelu = 2 };
+
+// A row-major matrix, or a batch of them, `stride` entries apart.
+struct Matrix {
+  void* data;
+  int64_t leading;  // entries from one row to the next
+  int64_t stride = 0;
+  bool transposed = false;
+};
+
+// y[m, n] = activation(a[m, k] @ b[k, n] + bias[n]); `batch` of them where it is not 1.
+struct Product {
+  Matrix a, b, y;
+  int64_t m, n, k;
+  int batch = 1;
+  Activation activation = Activation::none;
+  const void* bias = nullptr;
+  void* pre = nullptr;  // gelu: also receives what the activation is of, in rows like y's
+};
+
+constexpr size_t workspace_bytes = 32 << 20;  // what cuBLAS itself takes on Hopper
+
+// cuBLASLt on one device, in one type: how to do a product is looked up once for each shape.
+class Matmul {
+ public:
+  Matmul(int device, Type type);
+  ~Matmul();
+  Matmul(const Matmul&) = delete;
+  Matmul& operator=(const Matmul&) = delete;
+
+  Type type() const { return type_; }
+
+  // Enqueues the product, with `workspace_bytes` of memory that is its own as long as it runs.
+  void run(const Product& product, cudaStream_t stream, void* workspace);
+
+ private:
+  struct Plan;
+  using Key =
+      std::tuple<int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int>;
+  Plan& plan_for(const Product& product);
+
+  int device_;
+  Type type_;
+  cublasLtHandle_t handle_ = nullptr;
+  std::map<Key, std::unique_ptr<Plan>> plans_;
+};
+
+}  // namespace tpfused

@@ -1,0 +1,82 @@
+#pragma once
+
+#include <cstdint>
+
+#include "group.h"
+#include "transfers.h"
+
+namespace tpfused {
+
+// Matmuls that overlap a collective. Each call enqueues everything on `stream` and on the group's own streams, which
+// rejoin it before the call returns; the host waits for nothing.
+
+// A weight: [n, k] as a linear layer's is, or [k, n] if `by_depth`, as it lies in the backward pass.
+struct Weight {
+  const void* data;
+  int64_t leading;  // entries from one row to the next
+  bool by_depth;
+
+  Matrix matrix() const { return {const_cast<void*>(data), leading, 0, !by_depth}; }
+};
+
+// y [total, n] = activation(x @ w.T + bias), x [total, k] all ranks' rows joined, of which this one gives its own.
+struct AllGatherMatmul {
+  Rows rows;
+  int64_t k, n;
+  const void* x;  // contiguous [own rows, k]
+  Weight w;
+  void* y;  // contiguous
+  Activation activation;
+  const void* bias;  // or null
+  void* pre;         // with gelu, or null: contiguous [total, n]
+  void* gathered;    // null, or contiguous [total, k]: x itself
+  Type type;
+};
+void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& operation, Workspace workspace,
+                       cudaStream_t stream);
+
+// y [own rows, n] = this rank's rows of the sum over the ranks of x [total, k] @ w.T, plus bias. Each rank's part is
+// rounded to the type, and the parts are added in float32 in the ranks' order.
+struct MatmulReduceScatter {
+  Rows rows;
+  int64_t k, n;
+  const void* x;  // contiguous [total, k]
+  Weight w;
+  void* y;           // contiguous
+  const void* bias;  // or null
+  Type type;
+};
+void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& operation, Workspace workspace,
+                           cudaStream_t stream);
+
+// The backward pass of `all_gather_matmul` below its activation. From dpre [total, n]: dx [own rows, k], this rank's
+// rows of the sum over the ranks of dpre @ w; and dw [n, k] = dpre.T @ x. x is gathered again beside the first matmul,
+// and the second one hides the exchange of the first one's parts.
+struct ColumnBackward {
+  Rows rows;
+  int64_t k, n;
+  const void* dpre;  // contiguous
+  const void* x;     // contiguous [own rows, k]
+  Weight w;          // [n, k]
+  void* dx;          // contiguous; null: not wanted
+  void* dw;          // the same
+  Type type;
+};
+void column_backward(Group& group, Tier tier, const ColumnBackward& operation, Workspace workspace,
+                     cudaStream_t stream);
+
+// The backward pass of `matmul_reduce_scatter`. From dy [own rows, n], which is gathered beside the first matmul: dx
+// [total, k] = dy @ w and dw [n, k] = dy.T @ x.
+struct RowBackward {
+  Rows rows;
+  int64_t k, n;
+  const void* dy;  // contiguous [own rows, n]
+  const void* x;   // contiguous [total, k]
+  Weight w;        // [n, k]
+  void* dx;        // contiguous; null: not wanted
+  void* dw;        // the same
+  Type type;
+};
+void row_backward(Group& group, Tier tier, const RowBackward& operation, Workspace workspace, cudaStream_t stream);
+
+}  // namespace tpfused

@@ -1,0 +1,63 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "group.h"
+
+namespace tpfused {
+
+// How rows travel: by NCCL, on any topology; or by copy engines into the peers' memory, on one host, which take no
+// multiprocessor and no staging copy. The operations are written once, on what the two have in common.
+enum class Tier { nccl = 0, p2p = 1 };
+
+// Memory that an operation uses until the caller's stream has passed it: two matmuls' workspaces, and its own.
+class Workspace {
+ public:
+  Workspace(void* data, size_t bytes) : next_(static_cast<char*>(data)), end_(next_ + bytes) {}
+  char* take(size_t bytes) {
+    char* taken = next_;
+    next_ += (bytes + 255) / 256 * 256;
+    if (next_ > end_) throw std::runtime_error("the workspace is too small");
+    return taken;
+  }
+
+ private:
+  char *next_, *end_;
+};
+
+// Every rank's rows on their way here. Peers arrive in the order rank + 1, rank + 2, ...
+class Gather {
+ public:
+  virtual ~Gather() = default;
+  // Makes `stream` wait for the rows of `owner` (this rank only if `whole`) -> where they lie, one rank's after
+  // another's.
+  virtual const char* arrive(int owner, cudaStream_t stream) = 0;
+  // All rows, when all have arrived.
+  virtual const char* all() const = 0;
+  // After the last use of the rows on `stream`, which also waits until this rank's own have left.
+  virtual void finish(cudaStream_t stream) = 0;
+};
+
+// Starts it, after what is on `stream`. `x`: this rank's rows; `whole`: they are needed among the others too.
+std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t row_bytes, const void* x, bool whole,
+                                     Workspace& workspace, cudaStream_t stream);
+
+// Each rank's part of every rank's rows, on its way to their owner.
+class Scatter {
+ public:
+  virtual ~Scatter() = default;
+  // Sends the part of the rows of `owner`, after what is on `stream`. All peers, in the order rank + 1, rank + 2, ...
+  virtual void send(int owner, const char* part, cudaStream_t stream) = 0;
+  // Makes `stream` wait for the peers' parts of this rank's rows -> all parts in the ranks' order, with this one's own.
+  virtual std::vector<const void*> receive(const char* own, cudaStream_t stream) = 0;
+  // After the last use of the parts on `stream`, which also waits until those sent have left.
+  virtual void finish(cudaStream_t stream) = 0;
+};
+
+std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace,
+                                       cudaStream_t stream);
+
+}  // namespace tpfused

@@ -1,0 +1,108 @@
+"""``act(all_gather(x) @ w.T + bias)``: the column-parallel layer of sequence parallelism, its all-gather hidden."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from tpfused import reference
+from tpfused.group import resolve_group
+from tpfused.kernels.act_backward import act_backward, bias_grad
+from tpfused.kernels.activations import ACTIVATIONS
+from tpfused.kernels.linear_act import apply_activation
+from tpfused.layers import checks
+from tpfused.overlap import calls
+from tpfused.overlap.calls import Link, Rows
+from tpfused.overlap.tiers import choose
+
+NAME = "all_gather_matmul"
+
+
+def all_gather_matmul(
+    x_shard_m: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    *,
+    sequence_dim: int = 0,
+    total_len: int | None = None,
+    group=None,
+    mesh=None,
+) -> Tensor:
+    """All ranks' rows, joined, through this rank's part of a column-parallel layer. Differentiable.
+
+    The own rows are multiplied at once and a peer's when they have arrived. Backward: x is gathered again beside the
+    dgrad, whose reduce-scatter the wgrad hides.
+
+    Args:
+        x_shard_m: ``[..., k]``, this rank's part of the tokens along `sequence_dim`.
+        weight: ``[n, k]``, this rank's output features.
+        bias: ``[n]``.
+        activation: None, "gelu" (erf), "gelu_tanh", "relu", "silu".
+        total_len: all ranks' tokens, where they do not divide evenly: they are split like `torch.chunk`.
+        group, mesh: as for the layers.
+
+    Returns:
+        ``[..., n]``, with all tokens.
+
+    Raises:
+        ValueError, TypeError: as `ColumnParallelLinear`; before any collective.
+    """
+    tp = resolve_group(group, mesh)
+    checks.check_activation(activation)
+    checks.check_input(x_shard_m, weight.shape[1], weight, NAME)
+    dim = checks.token_dim(x_shard_m, sequence_dim, NAME)
+    total_len = checks.total_tokens(x_shard_m, dim, total_len, tp, NAME)
+    chosen = choose(tp, x_shard_m, weight, bias)
+    x = x_shard_m.movedim(dim, 0)
+    # What decides must be the same on every rank: not its own tokens or output features, of which it may have none.
+    if chosen is None or torch.is_autocast_enabled("cuda") or min(total_len, *x.shape[1:]) == 0:
+        return reference.column_parallel_linear(
+            x_shard_m, weight, bias, tp, activation=activation, sequence_dim=dim, total_len=total_len
+        )
+    rows = Rows(total_len, x.shape[1:-1].numel())
+    x2 = x.reshape(x.shape[0] * rows.each, x.shape[-1])
+    y = _AllGatherMatmul.apply(x2, weight, bias, ACTIVATIONS[activation], rows, Link(*chosen))
+    return y.view(total_len, *x.shape[1:-1], weight.shape[0]).movedim(0, dim)
+
+
+class _AllGatherMatmul(torch.autograd.Function):
+    """x_shard_m [own, k], w_shard_n [n, k] -> y_shard_n [total, n].
+
+    forward: all-gather of x beside the matmul. dgrad: reduce-scatter, beside wgrad. wgrad: all-gather of x, beside
+    dgrad. dbias: none. Saved: x_shard_m, the weight, and the pre-activation (relu: the result).
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, activation, rows, link):
+        training = any(ctx.needs_input_grad)
+        x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
+        bias = None if bias is None else bias.contiguous()
+        by_epilogue = {ACTIVATIONS["relu"]: calls.RELU, ACTIVATIONS["gelu_tanh"]: calls.GELU_TANH}.get(activation, 0)
+        if by_epilogue == calls.GELU_TANH and (weight.shape[0] % 8 or x.element_size() == 4):
+            by_epilogue = 0  # cuBLASLt writes a pre-activation in half precision and rows of 16 bytes only
+        keeps_pre = training and by_epilogue == calls.GELU_TANH
+        y, pre = calls.all_gather_matmul(link, x, weight, bias, rows, by_epilogue, keeps_pre)
+        if activation and not by_epilogue:
+            y, pre = apply_activation(y, activation), y
+        elif activation == ACTIVATIONS["relu"]:
+            pre = y  # whose sign tells the derivative
+        ctx.activation, ctx.rows, ctx.link = activation, rows, link
+        ctx.save_for_backward(x, weight, pre)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dy):
+        x, weight, pre = ctx.saved_tensors
+        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        dpre, dbias = dy.contiguous(), None
+        if ctx.activation:
+            dpre, dbias = act_backward(dpre, pre, ctx.activation, needs_bias)
+        elif needs_bias:
+            dbias = bias_grad(dpre)
+        dx = dweight = None
+        if needs_x or needs_weight:
+            dx, dweight = calls.column_backward(ctx.link, dpre, x, weight, ctx.rows, needs_x, needs_weight)
+        return dx, dweight, dbias if needs_bias else None, None, None, None

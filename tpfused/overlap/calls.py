@@ -1,0 +1,111 @@
+"""The extension's operations on tensors: outputs and workspaces are allocated here, and nothing is checked."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator
+from tpfused.overlap.tiers import TIERS
+from tpfused.sharding import padded_shard_size
+
+RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
+
+
+@dataclass(frozen=True)
+class Rows:
+    """All ranks' rows: `tokens`, split like `torch.chunk`, of `each` rows."""
+
+    tokens: int
+    each: int
+
+    @property
+    def total(self) -> int:
+        return self.tokens * self.each
+
+    def padded(self, size: int) -> int:
+        """As many rows as `size` of the largest shards hold."""
+        return padded_shard_size(self.tokens, size) * size * self.each
+
+
+@dataclass(frozen=True)
+class Link:
+    """Who talks to whom, and how."""
+
+    communicator: Communicator
+    tier: str
+
+    def run(
+        self, operation: str, x: Tensor, rows: Rows, k: int, n: int, staged: int, received: int, *arguments
+    ) -> None:
+        """Call the extension; `staged` and `received` are entries of x's dtype, the second of all ranks' rows."""
+        c = self.communicator
+        bytes_ = x.element_size()
+        if self.tier == "p2p":
+            c.reserve(received * bytes_)
+        size = WORKSPACE + (staged + 2 * received * (self.tier == "nccl")) * bytes_ + 4096
+        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
+        kind = TF32 if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[x.dtype]
+        getattr(c.module, operation)(
+            c.handle, TIERS.index(self.tier), torch.cuda.current_stream(x.device).cuda_stream,
+            workspace.data_ptr(), size, kind, rows.tokens, rows.each, k, n, *arguments,
+        )  # fmt: skip
+
+
+def all_gather_matmul(
+    link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, activation: int, keeps_pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """-> ``activation(gathered x @ weight.T + bias)``, and what the activation is of, for GELU_TANH."""
+    n, k = weight.shape
+    y = x.new_empty(rows.total, n)
+    pre = torch.empty_like(y) if keeps_pre else None
+    link.run(
+        "all_gather_matmul", x, rows, k, n, 0, rows.padded(link.communicator.size) * k,
+        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), activation,
+        _address(bias), _address(pre), 0,
+    )  # fmt: skip
+    return y, pre
+
+
+def matmul_reduce_scatter(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, own: int) -> Tensor:
+    n, k = weight.shape
+    y = x.new_empty(own, n)
+    link.run(
+        "matmul_reduce_scatter", x, rows, k, n, rows.total * n, rows.padded(link.communicator.size) * n,
+        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), _address(bias),
+    )  # fmt: skip
+    return y
+
+
+def column_backward(
+    link: Link, dpre: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """-> the gradients of x (own rows) and of the weight."""
+    n, k = weight.shape
+    dx = torch.empty_like(x) if needs_x else None
+    dweight = weight.new_empty(n, k) if needs_weight else None
+    link.run(
+        "column_backward", dpre, rows, k, n, rows.total * k, rows.padded(link.communicator.size) * k,
+        dpre.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
+    )  # fmt: skip
+    return dx, dweight
+
+
+def row_backward(
+    link: Link, dy: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_x: bool, needs_weight: bool
+) -> tuple[Tensor | None, Tensor | None]:
+    """-> the gradients of x (all rows) and of the weight."""
+    n, k = weight.shape
+    dx = torch.empty_like(x) if needs_x else None
+    dweight = weight.new_empty(n, k) if needs_weight else None
+    link.run(
+        "row_backward", dy, rows, k, n, 0, rows.padded(link.communicator.size) * n,
+        dy.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
+    )  # fmt: skip
+    return dx, dweight
+
+
+def _address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
