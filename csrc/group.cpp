@@ -1,5 +1,6 @@
 #include "group.h"
 
+#include <cstdio>
 #include <cstring>
 
 #include "check.h"
@@ -65,12 +66,54 @@ Group::Group(int device, int rank, int size, const ncclUniqueId& id, int max_cta
     config.maxCTAs = max_ctas;
   }
   check(ncclCommInitRankConfig(&nccl, size, id, rank, &config), "ncclCommInitRank");
+  watchdog = std::make_unique<Watchdog>(
+      device, [this](const std::string& operation, double seconds) { give_up(operation, seconds); });
+}
+
+void Group::check_alive() {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (!failure_.empty()) throw std::runtime_error(failure_);
+}
+
+void Group::give_up(const std::string& operation, double seconds) {
+  std::string told = operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
+                     " has not ended after " + std::to_string(static_cast<int>(seconds)) + " s";
+  cudaStream_t stream = nullptr;  // the waiting ones are busy
+  if (peers && cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess) {
+    std::vector<uint32_t> words(PeerMemory::words);
+    size_t bytes = words.size() * sizeof(uint32_t);
+    uint32_t* flags = peers->arrived(rank, 0, 0);
+    cudaMemcpyAsync(words.data(), flags, bytes, cudaMemcpyDeviceToHost, stream);
+    cudaStreamSynchronize(stream);
+    for (int peer = 0; peer < size; ++peer) {
+      bool missing = false;
+      for (int slot = 0; slot < PeerMemory::slots && peer != rank; ++slot) {
+        uint32_t uses = (uses_ + PeerMemory::slots - 1 - slot) / PeerMemory::slots;  // of this slot
+        missing |= static_cast<int32_t>(words[peers->arrived(rank, slot, peer) - flags] - uses) < 0;
+      }
+      if (missing) told += "; rank " + std::to_string(peer) + "'s rows have not arrived";
+    }
+    for (uint32_t& word : words) word += 1u << 30;  // beyond whatever is waited for
+    cudaMemcpyAsync(flags, words.data(), bytes, cudaMemcpyHostToDevice, stream);
+    cudaStreamSynchronize(stream);
+    cudaStreamDestroy(stream);
+  }
+  {
+    std::lock_guard<std::mutex> lock(failure_mutex_);
+    failure_ = told;
+  }
+  std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
+  if (nccl) {
+    ncclCommAbort(nccl);
+    nccl = nullptr;
+  }
 }
 
 Group::~Group() {
   int previous = 0;
   cudaGetDevice(&previous);
   cudaSetDevice(device);
+  watchdog.reset();
   if (nccl) ncclCommAbort(nccl);  // waits for nobody
   peers.reset();
   for (auto& matmul : matmuls_) matmul.reset();

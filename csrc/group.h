@@ -13,6 +13,7 @@
 
 #include "matmul.h"
 #include "streams.h"
+#include "watchdog.h"
 
 namespace tpfused {
 
@@ -49,6 +50,8 @@ class PeerMemory {
   // On `rank`: what `from` has pushed, and (written by that peer) what it has emptied of its own.
   uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot, from); }
   uint32_t* emptied(int rank, int slot, int from) const { return word(rank, 2 * slot + 1, from); }
+
+  static constexpr int words = slots * 2 * 64;  // of one rank, in the order of the above
 
  private:
   static constexpr size_t flag_bytes = 1 << 16;
@@ -97,9 +100,18 @@ class Group {
 
   Matmul& matmul(Type type);
 
+  // Throws if an operation has not ended in time: nothing that came after it is to be believed.
+  void check_alive();
+  std::unique_ptr<Watchdog> watchdog;
+
  private:
+  // Says who is missing, and lets everything on this rank's streams go on, so that the GPU and its process can.
+  void give_up(const std::string& operation, double seconds);
+
   MemoryOperations operations_;
   uint32_t uses_ = 0;
+  std::mutex failure_mutex_;
+  std::string failure_;
   std::vector<cudaEvent_t> marks_;
   std::array<std::unique_ptr<Matmul>, 4> matmuls_;
 };

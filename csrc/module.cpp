@@ -116,6 +116,14 @@ PyObject* group_allocate(PyObject*, PyObject* args) {
   });
 }
 
+PyObject* group_timeout(PyObject*, PyObject* args) {
+  long long address;
+  double seconds;
+  if (!PyArg_ParseTuple(args, "Ld:group_timeout", &address, &seconds)) return nullptr;
+  at<Group>(address)->watchdog->timeout_seconds = seconds;
+  return Py_NewRef(Py_None);
+}
+
 PyObject* group_disconnect(PyObject*, PyObject* args) {
   long long address;
   if (!PyArg_ParseTuple(args, "L:group_disconnect", &address)) return nullptr;
@@ -168,12 +176,17 @@ struct Call {
 
 // Enqueues an operation.
 template <typename Operation>
-PyObject* run(void (*function)(Group&, Tier, const Operation&, Workspace, cudaStream_t), const Call& call,
-              const Operation& operation) {
+PyObject* run(const char* name, void (*function)(Group&, Tier, const Operation&, Workspace, cudaStream_t),
+              const Call& call, const Operation& operation) {
   return unlocked([&] {
-    std::lock_guard<std::mutex> lock(call.group_().mutex);
+    auto& group = call.group_();
+    auto stream = at<CUstream_st>(call.stream);
     Workspace workspace(at<void>(call.workspace), call.workspace_bytes);
-    function(call.group_(), static_cast<Tier>(call.tier), operation, workspace, at<CUstream_st>(call.stream));
+    std::lock_guard<std::mutex> lock(group.mutex);
+    group.check_alive();
+    group.watchdog->begin(name, stream);
+    function(group, static_cast<Tier>(call.tier), operation, workspace, stream);
+    group.watchdog->end(stream);
   });
 }
 
@@ -185,7 +198,7 @@ PyObject* run_all_gather_matmul(PyObject*, PyObject* args) {
                         &w_by_depth, &y, &activation, &bias, &pre, &gathered)) {
     return nullptr;
   }
-  return run(all_gather_matmul, call,
+  return run("all_gather_matmul", all_gather_matmul, call,
              AllGatherMatmul{call.rows(),
                              call.k,
                              call.n,
@@ -207,7 +220,7 @@ PyObject* run_matmul_reduce_scatter(PyObject*, PyObject* args) {
                         &w_by_depth, &y, &bias)) {
     return nullptr;
   }
-  return run(matmul_reduce_scatter, call,
+  return run("matmul_reduce_scatter", matmul_reduce_scatter, call,
              MatmulReduceScatter{call.rows(),
                                  call.k,
                                  call.n,
@@ -225,7 +238,7 @@ PyObject* run_column_backward(PyObject*, PyObject* args) {
                         &dx, &dw)) {
     return nullptr;
   }
-  return run(column_backward, call,
+  return run("column_backward", column_backward, call,
              ColumnBackward{call.rows(),
                             call.k,
                             call.n,
@@ -244,7 +257,7 @@ PyObject* run_row_backward(PyObject*, PyObject* args) {
                         &dw)) {
     return nullptr;
   }
-  return run(row_backward, call,
+  return run("row_backward", row_backward, call,
              RowBackward{call.rows(),
                          call.k,
                          call.n,
@@ -267,6 +280,8 @@ PyMethodDef methods[] = {
     {"group_destroy", group_destroy, METH_VARARGS, "group_destroy(group). Waits for no other rank."},
     {"group_allocate", group_allocate, METH_VARARGS,
      "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},
+    {"group_timeout", group_timeout, METH_VARARGS,
+     "group_timeout(group, seconds): after which an operation that has begun and not ended is given up."},
     {"group_disconnect", group_disconnect, METH_VARARGS,
      "group_disconnect(group): before any rank allocates anew; no operation may be under way on any of them."},
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},

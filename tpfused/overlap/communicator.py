@@ -37,9 +37,13 @@ class Communicator:
         self._slot_bytes = 0
         with torch.cuda.device(device):
             self.handle = module.group_create(device.index, group.rank, group.size, nccl_id, 0)
+        self.set_timeout(_timeout)
         self.tiers = ("nccl",)
         if self._on_one_host() and self._grow(SLOT_STEP):
             self.tiers = ("p2p", "nccl")
+
+    def set_timeout(self, seconds: float) -> None:
+        self.module.group_timeout(self.handle, seconds)
 
     def close(self) -> None:
         if self.handle:
@@ -78,6 +82,23 @@ class Communicator:
         except RuntimeError as error:
             warnings.warn(f"rank {self.rank}: no memory that peers can write: {error}", stacklevel=2)
             return None
+
+
+def set_timeout(seconds: float) -> None:
+    """How long an overlapped operation may wait for other ranks, once the GPU has come to it; 600 s if not set.
+
+    One that waits longer is given up: a line on stderr names the operation and the ranks that are missing, the GPU goes
+    on, and the group's next operation raises RuntimeError.
+    """
+    global _timeout
+    if not seconds > 0:
+        raise ValueError(f"the time-out must be positive, not {seconds}")
+    _timeout = float(seconds)
+    for communicator in filter(None, _communicators.values()):
+        communicator.set_timeout(_timeout)
+
+
+_timeout = 600.0
 
 
 def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None:

@@ -1,0 +1,93 @@
+#include "watchdog.h"
+
+#include "check.h"
+
+namespace tpfused {
+namespace {
+
+constexpr auto pause = std::chrono::milliseconds(100);
+
+}  // namespace
+
+Watchdog::Watchdog(int device, Expired expired)
+    : device_(device), expired_(std::move(expired)), thread_([this] { watch(); }) {}
+
+Watchdog::~Watchdog() {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stopping_ = true;
+  }
+  wake_.notify_all();
+  thread_.join();
+  for (const Watched& each : watched_) {
+    cudaEventDestroy(each.begun);
+    cudaEventDestroy(each.ended);
+  }
+  for (cudaEvent_t event : spare_) cudaEventDestroy(event);
+}
+
+cudaEvent_t Watchdog::new_event() {
+  cudaEvent_t event = nullptr;
+  if (spare_.empty()) {
+    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
+  } else {
+    event = spare_.back();
+    spare_.pop_back();
+  }
+  return event;
+}
+
+void Watchdog::begin(const char* operation, cudaStream_t stream) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  next_ = {operation, new_event(), new_event()};
+  check(cudaEventRecord(next_.begun, stream), "cudaEventRecord");
+}
+
+void Watchdog::end(cudaStream_t stream) {
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    check(cudaEventRecord(next_.ended, stream), "cudaEventRecord");
+    watched_.push_back(next_);
+    // Those that have ended need no thread to say so, and their events serve again.
+    while (watched_.size() > 1 && cudaEventQuery(watched_.front().ended) == cudaSuccess) {
+      spare_.push_back(watched_.front().begun);
+      spare_.push_back(watched_.front().ended);
+      watched_.pop_front();
+    }
+  }
+  wake_.notify_all();
+}
+
+void Watchdog::watch() {
+  cudaSetDevice(device_);
+  std::unique_lock<std::mutex> lock(mutex_);
+  while (!stopping_) {
+    if (watched_.empty()) {
+      wake_.wait(lock);
+      continue;
+    }
+    // Operations of one group rarely overlap, so the oldest is the one that others wait for.
+    Watched& oldest = watched_.front();
+    if (cudaEventQuery(oldest.ended) == cudaSuccess) {
+      spare_.push_back(oldest.begun);
+      spare_.push_back(oldest.ended);
+      watched_.pop_front();
+      continue;
+    }
+    auto now = Clock::now();
+    if (!oldest.running && cudaEventQuery(oldest.begun) == cudaSuccess) {
+      oldest.running = true;
+      oldest.since = now;
+    }
+    double seconds = std::chrono::duration<double>(now - oldest.since).count();
+    if (oldest.running && seconds > timeout_seconds) {
+      std::string operation = oldest.operation;
+      lock.unlock();
+      expired_(operation, seconds);
+      return;
+    }
+    wake_.wait_for(lock, pause);
+  }
+}
+
+}  // namespace tpfused

@@ -1,0 +1,54 @@
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <atomic>
+#include <chrono>
+#include <condition_variable>
+#include <deque>
+#include <functional>
+#include <mutex>
+#include <string>
+#include <thread>
+#include <vector>
+
+namespace tpfused {
+
+// Watches operations from a thread of its own: a stream that waits for a peer has no time-out. One that does not end
+// in time is reported once, by `expired` (in that thread), and nothing is watched after it.
+class Watchdog {
+ public:
+  using Expired = std::function<void(const std::string& operation, double seconds)>;
+
+  Watchdog(int device, Expired expired);
+  ~Watchdog();
+
+  // Around an operation that is enqueued on `stream`. Time counts from when the GPU has come to its beginning.
+  void begin(const char* operation, cudaStream_t stream);
+  void end(cudaStream_t stream);
+
+  std::atomic<double> timeout_seconds{600};
+
+ private:
+  using Clock = std::chrono::steady_clock;
+  struct Watched {
+    std::string operation;
+    cudaEvent_t begun, ended;
+    bool running = false;  // seen to have begun, at `since`
+    Clock::time_point since;
+  };
+  void watch();
+  cudaEvent_t new_event();
+
+  const int device_;
+  const Expired expired_;
+  std::mutex mutex_;
+  std::condition_variable wake_;
+  bool stopping_ = false;
+  std::deque<Watched> watched_;
+  Watched next_;
+  std::vector<cudaEvent_t> spare_;
+  std::thread thread_;
+};
+
+}  // namespace tpfused
