@@ -1,8 +1,5 @@
-"""Kernels run in Triton's interpreter where there is no GPU, which has to be chosen before a kernel is defined."""
+"""Kernels run in Triton's interpreter where there is no GPU."""
 
-import os
+from tests import interpreter
 
-import torch
-
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+interpreter.use_where_there_is_no_gpu()

@@ -1,12 +1,11 @@
-"""Kernels run on the GPU, or on the CPU in Triton's interpreter, which has to be chosen before a kernel is defined."""
-
-import os
+"""Kernels run on the GPU, or on the CPU in Triton's interpreter."""
 
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"
+from tests import interpreter
+
+interpreter.use_where_there_is_no_gpu()
 
 
 @pytest.fixture(autouse=True)

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from tests.kernels.compare import assert_within
 from tpfused import reference
 from tpfused.kernels import cross_entropy
 
@@ -12,7 +13,9 @@ SHARDS = [(0, 20), (20, 20), (20, 50)]  # one is empty
 def parallel(logits, target, dloss, smoothing, z_loss):
     """Loss and gradient, the vocabulary split as in SHARDS."""
     vocab = logits.shape[-1]
-    stats = [cross_entropy.statistics(logits[..., a:b], target, a, smoothing > 0) for a, b in SHARDS]
+    widest = max(b - a for a, b in SHARDS)
+    stats = [cross_entropy.statistics(logits[..., a:b], target, a, smoothing > 0, widest) for a, b in SHARDS]
+    assert len({one.shape for one in stats}) == 1  # as an all-gather needs it
     loss, log_z = cross_entropy.loss(torch.cat(stats), target, vocab, -100, smoothing, z_loss)
     grads = [
         cross_entropy.backward(logits[..., a:b], target, log_z, dloss, a, vocab, -100, smoothing, z_loss)
@@ -42,6 +45,22 @@ def test_shards_together_are_the_dense_loss(device, dtypes, block, smoothing, z_
         assert dlogits[0, 0].eq(0).all()
 
 
+def test_logits_far_from_zero(device):
+    """What all logits of a token have in common costs no digits."""
+    logits = torch.randn(4, 50, device=device) + 1000
+    target = torch.randint(50, (4,), device=device)
+    ones = torch.ones(4, device=device)
+
+    def dense(x):
+        x = x.requires_grad_()
+        loss = reference.cross_entropy(x, target, reduction="none")
+        return loss.detach(), *torch.autograd.grad(loss, x, ones.to(x.dtype))
+
+    results = parallel(logits, target, ones, 0.0, 0.0), dense(logits.double()), dense(logits.clone())
+    for what, actual, exact, eager in zip(("loss", "gradient"), *results, strict=True):
+        assert_within(actual, exact, eager, what)
+
+
 def test_labels_outside_the_vocabulary_give_nan(device):
     logits = torch.randn(4, 50, device=device)
     target = torch.tensor([50, 3, -1, -100], device=device)
@@ -64,6 +83,8 @@ def test_operators(device):
     stats = cross_entropy.statistics(logits, target, 0, True)
     loss, log_z = cross_entropy.loss(stats, target, 50, -100, 0.1, 0.0)
     ops = torch.ops.tpfused
+    for widest in (None, 60):
+        torch.library.opcheck(ops.cross_entropy_statistics.default, (logits, target, 0, True, widest))
     torch.library.opcheck(ops.cross_entropy_loss.default, (stats, target, 50, -100, 0.1, 0.0))
     for laid_out in (logits, logits.t().contiguous().t()):
         arguments = laid_out, target, log_z, loss, 0, 50, -100, 0.1, 0.0

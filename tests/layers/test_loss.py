@@ -1,12 +1,19 @@
-"""The vocabulary-parallel cross entropy against F.cross_entropy."""
+"""The vocabulary-parallel cross entropy against F.cross_entropy, through the kernels and on the plain path."""
+
+from functools import partial
 
 import pytest
 import torch
 import torch.nn.functional as F
 
-from tests.compare import Block, assert_close, assert_within_rule, collectives_made, refuses, results
-from tpfused import vocab_parallel_cross_entropy
-from tpfused.group import resolve_group
+from tests import interpreter
+from tests.compare import Block, assert_close, assert_within_rule, collectives_made, refuses, results, strided
+
+interpreter.use_where_there_is_no_gpu()  # here, and in the workers as they import this module
+
+from tpfused import vocab_parallel_cross_entropy  # noqa: E402
+from tpfused.group import resolve_group  # noqa: E402
+from tpfused.kernels import cross_entropy as kernels  # noqa: E402
 
 # Even, uneven, with empty shards, GPT-2's.
 VOCABULARIES = [16, 13, 5, 2, 50257]
@@ -35,7 +42,12 @@ def draw(block, vocabulary, shape, dtype=torch.float64, ignore_index=-100, scale
     return logits, target
 
 
-def loss_case(block, logits, target, **options):
+@pytest.fixture(params=[None, "reference"], ids=["kernels", "reference"])
+def backend(request):
+    return request.param
+
+
+def loss_case(block, backend, logits, target, **options):
     """Value and gradient of every rank, for a gradient of the loss that is not 1."""
     vocabulary = logits.shape[-1]
     reduction = options.get("reduction", "mean")
@@ -44,7 +56,9 @@ def loss_case(block, logits, target, **options):
 
     shard = block.own(logits, -1).detach().requires_grad_()  # a view with the whole's strides
     before = shard.detach().clone()
-    loss = vocab_parallel_cross_entropy(shard, target, vocab_size=vocabulary, group=block.group, **options)
+    loss = vocab_parallel_cross_entropy(
+        shard, target, vocab_size=vocabulary, group=block.group, backend=backend, **options
+    )
     what = f"vocabulary {vocabulary}, {tuple(logits.shape)}, {options}"
     assert torch.equal(shard.detach(), before), f"changed the logits of {what}"
     if logits.dtype == torch.float64:
@@ -62,14 +76,15 @@ def loss_case(block, logits, target, **options):
         assert_within_rule(dlogits, *wholes, lambda whole: block.own(whole, -1), f"gradient of {what}")
 
 
-def check_dense(ctx, tp, seed):
+def check_dense(ctx, tp, seed, backend):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
+    case = partial(loss_case, block, backend)
     for vocabulary in VOCABULARIES:
         for shape in ((6,), (2, 3)):
             logits, target = draw(block, vocabulary, shape)
             for reduction in ("mean", "sum", "none"):
-                loss_case(block, logits, target, reduction=reduction)
+                case(logits, target, reduction=reduction)
     for options in (
         {"label_smoothing": 0.1},
         {"label_smoothing": 1.0},
@@ -77,34 +92,48 @@ def check_dense(ctx, tp, seed):
         {"label_smoothing": 0.2, "z_loss": 0.1},
     ):
         for reduction in ("mean", "sum", "none"):
-            loss_case(block, *draw(block, 13, (2, 4)), reduction=reduction, **options)
-            loss_case(block, *draw(block, 2, (5,)), reduction=reduction, **options)  # empty shards
+            case(*draw(block, 13, (2, 4)), reduction=reduction, **options)
+            case(*draw(block, 2, (5,)), reduction=reduction, **options)  # empty shards
     for ignore_index in (3, 12, 0, -1):
-        loss_case(
-            block, *draw(block, 13, (2, 4), ignore_index=ignore_index), ignore_index=ignore_index, label_smoothing=0.1
-        )
-    strided = draw(block, 13, (4, 6))
-    loss_case(block, strided[0].transpose(0, 1), strided[1].transpose(0, 1))
-    loss_case(block, *draw(block, 13, (4,), scale=1e4))  # exponentials far beyond the range of floats
-    loss_case(block, *draw(block, 13, (0,)), reduction="sum")
+        case(*draw(block, 13, (2, 4), ignore_index=ignore_index), ignore_index=ignore_index, label_smoothing=0.1)
+    logits, target = draw(block, 13, (4, 6))
+    case(logits.transpose(0, 1), target.transpose(0, 1))
+    case(strided(logits), target)
+    for shape in ((2, 1, 3, 2), ()):
+        case(*draw(block, 13, shape))
+    case(*draw(block, 13, (4,), scale=1e4))  # exponentials far beyond the range of floats
+    case(*draw(block, 13, (0,)), reduction="sum")
 
 
-def check_dtypes(ctx, tp, seed):
+def check_dtypes(ctx, tp, seed, backend):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
+    case = partial(loss_case, block, backend)
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         for options in ({}, {"label_smoothing": 0.1}, {"z_loss": 1e-3}):
-            loss_case(block, *draw(block, 300, (2, 8), dtype=dtype), **options)
-        loss_case(block, *draw(block, 300, (16,), dtype=dtype), reduction="none")
+            case(*draw(block, 300, (2, 8), dtype=dtype), **options)
+        case(*draw(block, 300, (16,), dtype=dtype), reduction="none")
 
 
-def check_edges(ctx, tp, seed):
+def check_parts(ctx, tp, seed):
+    """Few tokens and wide shards: more parts in the widest shard than the last, narrower one needs."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kernels, "BLOCK", 16)
+        for vocabulary in (17 * tp - 1, 33 * tp - 1, 64 * tp):
+            loss_case(block, None, *draw(block, vocabulary, (5,)), label_smoothing=0.1, z_loss=0.01)
+
+
+def check_edges(ctx, tp, seed, backend):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
     logits, target = draw(block, 13, (6,))
 
     def loss(logits, target, **options):
-        return vocab_parallel_cross_entropy(block.own(logits, -1), target, vocab_size=13, group=block.group, **options)
+        return vocab_parallel_cross_entropy(
+            block.own(logits, -1), target, vocab_size=13, group=block.group, backend=backend, **options
+        )
 
     ignored = torch.full_like(target, -100)
     assert loss(logits, ignored).isnan() and F.cross_entropy(logits, ignored).isnan()
@@ -115,37 +144,91 @@ def check_edges(ctx, tp, seed):
     masked[:, 3:6] = -torch.inf
     target.fill_(1)
     shard = block.own(masked, -1).detach().requires_grad_()
-    value = vocab_parallel_cross_entropy(shard, target, vocab_size=13, group=block.group)
+    value = vocab_parallel_cross_entropy(shard, target, vocab_size=13, group=block.group, backend=backend)
     expected = results(lambda logits: F.cross_entropy(logits, target), {"logits": masked}, torch.ones_like(value))
     assert_close(value.detach(), expected["out"])
     assert_close(torch.autograd.grad(value, shard)[0], block.own(expected["logits"], -1))
 
     # Without vocab_size all shards are as wide as the own one; a TPGroup does for a process group.
     even, target = draw(block, 4 * tp, (6,))
-    value = vocab_parallel_cross_entropy(block.own(even, -1), target, group=resolve_group(**block.place))
+    value = vocab_parallel_cross_entropy(
+        block.own(even, -1), target, group=resolve_group(**block.place), backend=backend
+    )
     assert_close(value, F.cross_entropy(even, target))
 
 
-def check_counts(ctx, tp, seed):
+def runs_kernels(losses):
+    return "VocabParallelCrossEntropy" in losses.grad_fn.name()
+
+
+def check_counts(ctx, tp, seed, backend):
     block = Block(ctx, tp, "group", seed)
     logits, target = draw(block, 16, (6,))
     shard = block.own(logits, -1).detach().requires_grad_()
     with collectives_made() as names:
-        loss = vocab_parallel_cross_entropy(shard, target, group=block.group, label_smoothing=0.1, z_loss=0.1)
-        assert set(names) == ({"all_reduce"} if tp > 1 else set()) and len(names) <= 2
+        losses = vocab_parallel_cross_entropy(
+            shard, target, group=block.group, label_smoothing=0.1, z_loss=0.1, reduction="none", backend=backend
+        )
+        fused = runs_kernels(losses)
+        assert fused == (backend is None and (logits.is_cuda or not torch.cuda.is_available()))
+        expected = ["all_gather"] if fused else ["all_reduce", "all_reduce"]
+        assert names == (expected if tp > 1 else [])
         names.clear()
-        loss.backward()
+        losses.sum().backward()
         assert not names
 
 
-def check_refusals(ctx, tp):
+def check_unchecked_labels(ctx, tp, seed, backend):
+    """Their loss is NaN on every rank, and from the kernels their gradient too; other tokens' are not."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    logits, target = draw(block, 13, (5,))
+    target[3], target[4] = 13, -1
+    shard = block.own(logits, -1).detach().requires_grad_()
+    losses = vocab_parallel_cross_entropy(
+        shard, target, vocab_size=13, group=block.group, reduction="none", check="off", backend=backend
+    )
+    assert losses.isnan().tolist() == [False, False, False, True, True] and losses[2] == 0
+    losses.sum().backward()
+    assert shard.grad[:3].isfinite().all()
+    if runs_kernels(losses):
+        assert shard.grad[3:].isnan().all()
+
+
+def check_compiled(ctx, tp, seed, backend):
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    logits, target = draw(block, 13, (2, 3))
+    grad = block.randn(2, 3)
+
+    def losses(logits):
+        return vocab_parallel_cross_entropy(
+            logits,
+            target,
+            vocab_size=13,
+            label_smoothing=0.1,
+            z_loss=0.01,
+            reduction="none",
+            group=block.group,
+            backend=backend,
+        )
+
+    # What is in question is whether the loss can be traced: the graph runs as it is.
+    compiled = torch.compile(losses, fullgraph=True, backend="aot_eager")
+    shard = {"logits": block.own(logits, -1)}
+    expected = results(losses, shard, grad)
+    for name, value in results(compiled, shard, grad).items():
+        assert_close(value, expected[name], name)
+
+
+def check_refusals(ctx, tp, backend):
     block = Block(ctx, tp, "group", 0)
     width = 4
     logits = block.randn(6, width)
     target = torch.zeros(6, dtype=torch.int64, device=ctx.device)
 
     def loss(logits=logits, target=target, **options):
-        return vocab_parallel_cross_entropy(logits, target, group=block.group, **options)
+        return vocab_parallel_cross_entropy(logits, target, group=block.group, **{"backend": backend} | options)
 
     own = [13 - 12, 13 - 7, 13][[4, 2, 1].index(tp)] if block.rank == tp - 1 else -(-13 // tp)
     wrong = block.randn(6, own + 1)
@@ -172,6 +255,8 @@ def check_refusals(ctx, tp):
             loss(label_smoothing=smoothing)
     with refuses(ValueError, "median"):
         loss(reduction="median")
+    with refuses(ValueError, "triton"):
+        loss(backend="triton")
     with refuses(ValueError, "later"):
         loss(check="later")
     with refuses(TypeError, "str"):
@@ -180,7 +265,7 @@ def check_refusals(ctx, tp):
         loss(target=[0] * 6)
 
 
-def check_late_refusal(ctx, tp):
+def check_late_refusal(ctx, tp, backend):
     """By default a GPU is not waited for: NaN for a bad label, the error at the next call. The CPU raises at once."""
     block = Block(ctx, tp, "group", 0)
     logits, target = draw(block, 8, (3,))
@@ -188,7 +273,7 @@ def check_late_refusal(ctx, tp):
 
     def losses(target):
         return vocab_parallel_cross_entropy(
-            block.own(logits, -1), target, vocab_size=8, group=block.group, reduction="none"
+            block.own(logits, -1), target, vocab_size=8, group=block.group, reduction="none", backend=backend
         )
 
     if ctx.device.type == "cpu":
@@ -201,35 +286,54 @@ def check_late_refusal(ctx, tp):
     assert not losses(target).isnan().any()
 
 
-def test_equals_dense(workers, tp, seed):
-    workers.run(check_dense, tp, seed)
+def test_equals_dense(workers, tp, seed, backend):
+    workers.run(check_dense, tp, seed, backend)
 
 
-def test_lower_precision_obeys_the_tolerance(workers, tp, seed):
-    workers.run(check_dtypes, tp, seed)
+def test_all_ranks_give_as_many_parts(workers, tp, seed):
+    workers.run(check_parts, tp, seed)
 
 
-def test_ignored_and_forbidden_tokens_and_equal_shards(workers, tp, seed):
-    workers.run(check_edges, tp, seed)
+def test_lower_precision_obeys_the_tolerance(workers, tp, seed, backend):
+    workers.run(check_dtypes, tp, seed, backend)
 
 
-def test_makes_no_collective_backward(workers, tp, seed):
-    workers.run(check_counts, tp, seed)
+def test_ignored_and_forbidden_tokens_and_equal_shards(workers, tp, seed, backend):
+    workers.run(check_edges, tp, seed, backend)
 
 
-def test_bad_input_is_refused_before_any_collective(workers, tp):
-    workers.run(check_refusals, tp)
+def test_makes_no_collective_backward(workers, tp, seed, backend):
+    workers.run(check_counts, tp, seed, backend)
 
 
-def test_bad_labels_without_a_synchronisation(workers, tp):
-    workers.run(check_late_refusal, tp)
+def test_bad_input_is_refused_before_any_collective(workers, tp, backend):
+    workers.run(check_refusals, tp, backend)
+
+
+def test_bad_labels_without_a_synchronisation(workers, tp, backend):
+    workers.run(check_late_refusal, tp, backend)
+
+
+def test_unchecked_labels_outside_the_vocabulary_give_nan(workers, tp, seed, backend):
+    workers.run(check_unchecked_labels, tp, seed, backend)
+
+
+def test_compiles_into_one_graph(workers, tp, seed, backend):
+    workers.run(check_compiled, tp, seed, backend)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_one_process_is_its_dense_self(seed, reduction):
+def test_one_process_is_its_dense_self(seed, reduction, backend):
     torch.manual_seed(seed)
     logits, target = torch.randn(4, 9), torch.randint(9, (4,))
     torch.testing.assert_close(
-        vocab_parallel_cross_entropy(logits, target, reduction=reduction),
+        vocab_parallel_cross_entropy(logits, target, reduction=reduction, backend=backend),
         F.cross_entropy(logits, target, reduction=reduction),
     )
+
+
+def test_gradient_is_the_derivative(seed, backend):
+    torch.manual_seed(seed)
+    logits, target = torch.randn(2, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, (2,))
+    options = {"label_smoothing": 0.1, "z_loss": 0.01, "backend": backend}
+    assert torch.autograd.gradcheck(lambda x: vocab_parallel_cross_entropy(x, target, **options), logits)

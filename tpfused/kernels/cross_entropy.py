@@ -5,7 +5,7 @@ Three steps, so that the one collective between them stays outside the kernels:
 1. `statistics`: one read of this rank's logits gives, for each token, the maximum, the sum of exponentials below it
    (online; Milakov and Gimelshein, 2018), the target's logit if it is here, and the sum of logits for label smoothing.
    Wide rows are split over several programs; their parts and the ranks' are alike, and joined in the next step.
-2. `loss`: from all parts, in order, the loss of each token and the logarithm of its partition function.
+2. `loss`: from all parts, in order, the loss of each token and the logarithm of its partition function Z.
 3. `backward`: one more read of the logits, one write of their gradient.
 
 Floor: 6 bytes a logit in half precision, forward and backward together.
@@ -18,8 +18,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfused.kernels.launch import block_of, cdiv, compute_type, launch, on_device_of, register, unit_stride
+from tpfused.kernels.launch import INTERPRET, block_of, cdiv, compute_type, launch, on_device_of, register, unit_stride
 
+DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BLOCK = 8192  # logits a program holds at a time
 ENOUGH_PROGRAMS = 1024  # split rows until there are about as many: eight for each multiprocessor of a large GPU
 
@@ -87,15 +88,18 @@ def _loss_kernel(
         )
         target_logit += tl.load(at + 2 * tokens, mask=inside, other=0.0)
         logit_sum += tl.load(at + 3 * tokens, mask=inside, other=0.0)
-    log_z = top + tl.log(exp_sum)
+    log_sum = tl.log(exp_sum)
+    log_z = top + log_sum
     target = tl.load(target_ptr + token, mask=inside, other=0)
-    loss = (1.0 - smoothing) * (log_z - target_logit) + z_loss * log_z * log_z
+    # The maximum less the target's logit is exact, or nearly, where log_z has lost the digits of log_sum.
+    loss = (1.0 - smoothing) * (log_sum + (top - target_logit)) + z_loss * log_z * log_z
     if smoothing != 0:
         loss += smoothing * (log_z - logit_sum / vocab_size)
     loss = tl.where((target >= 0) & (target < vocab_size), loss, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
     tl.store(loss_ptr + token, loss, mask=inside)
-    tl.store(log_z_ptr + token, log_z, mask=inside)
+    tl.store(log_z_ptr + token, top, mask=inside)
+    tl.store(log_z_ptr + tokens + token, log_sum, mask=inside)
 
 
 @triton.jit
@@ -117,12 +121,18 @@ def _backward_kernel(
     dloss = tl.load(dloss_ptr + row * dloss_stride).to(COMPUTE)
     logits_row = _row_of(logits_ptr, row, inner, outer_stride, inner_stride)
     x = tl.load(logits_row + at, mask=at < counted, other=0.0).to(COMPUTE)
-    log_z = tl.load(log_z_ptr + row)
-    dx = tl.exp(x - log_z) * (1.0 + 2.0 * z_loss * log_z) - smoothing / vocab_size
+    top = tl.load(log_z_ptr + row)
+    log_sum = tl.load(log_z_ptr + tl.num_programs(0) + row)
+    dx = tl.exp((x - top) - log_sum) * (1.0 + 2.0 * z_loss * (top + log_sum)) - smoothing / vocab_size
     dx = tl.where(at + vocab_start == target, dx - (1.0 - smoothing), dx) * dloss
     dx = tl.where(at < counted, dx, instead)
     out = _row_of(dlogits_ptr, row, inner, d_outer_stride, d_inner_stride) + at
     tl.store(out, dx.to(dlogits_ptr.dtype.element_ty), mask=inside)
+
+
+def supports(logits: Tensor) -> bool:
+    """Whether the kernels can run on them: Triton's run on CUDA, or anywhere under ``TRITON_INTERPRET=1``."""
+    return logits.dtype in DTYPES and (logits.is_cuda or (INTERPRET and logits.device.type == "cpu"))
 
 
 def _three_dimensional(logits: Tensor) -> Tensor:
@@ -132,19 +142,19 @@ def _three_dimensional(logits: Tensor) -> Tensor:
     return unit_stride(logits)
 
 
-def _statistics(logits: Tensor, target: Tensor, vocab_start: int, with_sum: bool) -> Tensor:
+def _statistics(logits: Tensor, target: Tensor, vocab_start: int, with_sum: bool, widest: int | None = None) -> Tensor:
     """-> ``[parts, 4, tokens]``: maximum, sum of exponentials, target's logit or 0, sum of logits or 0.
 
     `logits` is ``[..., width]``, ids `vocab_start` and following; `target` int64 ``[...]``. In float32 (float64).
+    `widest` is the width of the widest rank's shard, None for this one's: the number of parts follows from it, and so
+    is the same on all ranks.
     """
-    width = logits.shape[-1]
-    tokens = target.numel()
-    parts = max(1, min(cdiv(width, BLOCK), ENOUGH_PROGRAMS // max(1, tokens)))
-    part_width = cdiv(width, parts)
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    stats = torch.empty(parts, 4, tokens, dtype=dtype, device=logits.device)
+    stats = _new_statistics(logits, target, widest)
+    parts, _, tokens = stats.shape
     if tokens == 0:
         return stats
+    width = logits.shape[-1]
+    part_width = cdiv(width, parts)
     x = _three_dimensional(logits)
     with on_device_of(x):
         launch(
@@ -158,13 +168,15 @@ def _statistics(logits: Tensor, target: Tensor, vocab_start: int, with_sum: bool
 def _loss(
     stats: Tensor, target: Tensor, vocab_size: int, ignore_index: int, smoothing: float, z_loss: float
 ) -> tuple[Tensor, Tensor]:
-    """All ranks' `statistics`, joined along the parts -> each token's loss and log(Z), shaped as `target`.
+    """All ranks' `statistics`, joined along the parts -> each token's loss, shaped as `target`, and its log(Z).
 
-    An ignored token's loss is 0, one with a label outside the vocabulary NaN.
+    log(Z) is ``[2, tokens]``: the maximum, and the logarithm of the sum below it. Their sum is what is meant, but it
+    rounds the smaller one to the spacing of the larger. An ignored token's loss is 0, one with a label outside the
+    vocabulary NaN.
     """
     parts, _, tokens = stats.shape
     out = torch.empty(target.shape, dtype=stats.dtype, device=stats.device)
-    log_z = torch.empty_like(out)
+    log_z = stats.new_empty(2, tokens)
     if tokens:
         with on_device_of(stats):
             launch(
@@ -204,19 +216,25 @@ def _backward(
     return dlogits
 
 
+def _new_statistics(logits: Tensor, target: Tensor, widest: int | None) -> Tensor:
+    tokens = target.numel()
+    widest = logits.shape[-1] if widest is None else widest
+    parts = max(1, min(cdiv(widest, BLOCK), ENOUGH_PROGRAMS // max(1, tokens)))
+    return logits.new_empty(parts, 4, tokens, dtype=torch.promote_types(logits.dtype, torch.float32))
+
+
 def _new_gradient(logits: Tensor) -> Tensor:
     """Laid out as the logits where the kernel can write so."""
     keeps_layout = logits.ndim == 3 and logits.stride(-1) == 1
     return torch.empty_like(logits, memory_format=torch.preserve_format if keeps_layout else torch.contiguous_format)
 
 
-def _fake_statistics(logits, target, vocab_start, with_sum):
-    parts = torch.library.get_ctx().new_dynamic_size()
-    return logits.new_empty(parts, 4, target.numel(), dtype=torch.promote_types(logits.dtype, torch.float32))
+def _fake_statistics(logits, target, vocab_start, with_sum, widest=None):
+    return _new_statistics(logits, target, widest)
 
 
 def _fake_loss(stats, target, vocab_size, ignore_index, smoothing, z_loss):
-    return stats.new_empty(target.shape), stats.new_empty(target.shape)
+    return stats.new_empty(target.shape), stats.new_empty(2, target.numel())
 
 
 def _fake_backward(logits, target, log_z, dloss, vocab_start, vocab_size, ignore_index, smoothing, z_loss):

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from tpfused import reference
+from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
+from tpfused.layers import checks
 from tpfused.layers.ids import IdCheck
-from tpfused.sharding import shard_size
+from tpfused.sharding import padded_shard_size, shard_range, shard_size
+
+try:
+    from tpfused.kernels import cross_entropy as kernels
+except ModuleNotFoundError as missing:  # Triton is not made for every platform
+    if missing.name != "triton":
+        raise
+    kernels = None
 
 REDUCTIONS = ("mean", "sum", "none")
 _label_checks: dict[torch.device, IdCheck] = {}
@@ -25,8 +35,13 @@ def vocab_parallel_cross_entropy(
     reduction: str = "mean",
     check: str = "async",
     group=None,
+    backend: str | None = None,
 ) -> Tensor:
     """`F.cross_entropy` over a vocabulary split over the ranks, without gathering the logits.
+
+    On a GPU the logits are read once forward, and once backward, where their gradient is written: the kernels of
+    `tpfused.kernels.cross_entropy`, with one all-gather of a few numbers a token, forward. Elsewhere the plain path
+    runs. Differentiable once.
 
     Args:
         logits: ``[..., vocabulary shard]``, floating; computed in float32 (float64 for float64). Not changed.
@@ -38,6 +53,7 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
         check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN.
         group: the ProcessGroup over which the vocabulary is split.
+        backend: "reference" forces the plain path.
 
     Returns:
         float32 (float64 for float64 logits), the same on every rank.
@@ -47,20 +63,55 @@ def vocab_parallel_cross_entropy(
         vocabulary.
         TypeError: labels that are not int64, logits that are not floating.
     """
+    checks.check_backend(backend)
     group = resolve_group(group)
     vocab_size = _check_arguments(logits, target, vocab_size, ignore_index, label_smoothing, reduction, group)
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
     check_labels(target, vocab_size, check, ignore_index)
-    loss = reference.vocab_parallel_cross_entropy(
-        logits,
-        target,
-        vocab_size,
-        group,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
-    )
+    if backend is None and kernels is not None and kernels.supports(logits):
+        numbers = vocab_size, ignore_index, float(label_smoothing), float(z_loss)
+        loss = _VocabParallelCrossEntropy.apply(logits, target, group, *numbers)
+    else:
+        loss = reference.vocab_parallel_cross_entropy(
+            logits,
+            target,
+            vocab_size,
+            group,
+            ignore_index=ignore_index,
+            label_smoothing=label_smoothing,
+            z_loss=z_loss,
+        )
     return reference.reduce_loss(loss, target, ignore_index, reduction)
+
+
+class _VocabParallelCrossEntropy(torch.autograd.Function):
+    """logits_shard_v ``[..., v]``, target ``[...]`` -> each token's loss ``[...]``, float32 (float64 for float64).
+
+    forward: one all-gather of the statistics ``[parts, 4, tokens]``, in the loss's dtype; one part a rank, or several
+             where tokens are few and shards wide.
+    dgrad:   local, ``[..., v]`` in the logits' dtype.
+    saved:   the logits as they are, the labels, and two numbers a token for log(Z).
+    """
+
+    @staticmethod
+    def forward(ctx, logits, target, group, *numbers):
+        vocab_size, _, label_smoothing, _ = numbers
+        start, _ = shard_range(vocab_size, group.size, group.rank)
+        # Shards may be uneven or empty; all ranks give as many parts as the widest has.
+        widest = padded_shard_size(vocab_size, group.size)
+        stats = kernels.statistics(logits, target, start, label_smoothing > 0, widest)
+        if group.size > 1:
+            stats = all_gather(stats, 0, stats.shape[0] * group.size, group)
+        loss, log_z = kernels.loss(stats, target, *numbers)
+        ctx.save_for_backward(logits, target, log_z)
+        ctx.start, ctx.numbers = start, numbers
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dloss):
+        dlogits = kernels.backward(*ctx.saved_tensors, dloss, ctx.start, *ctx.numbers)
+        return dlogits, None, None, *(None for _ in ctx.numbers)
 
 
 def _check_arguments(
