@@ -8,11 +8,11 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   DeviceGuard guard(group.device);
   Tiles tiles(group, o.type, workspace, stream);
   std::unique_ptr<Gather> gather;
-  if (o.dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace, stream);
+  if (o.wants_dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace, stream);
 
   std::unique_ptr<Scatter> scatter;
   char* part = nullptr;
-  if (o.dx) {
+  if (o.wants_dx) {
     scatter = start_scatter(group, tier, o.rows, tiles.bytes(o.k), workspace, stream);
     char* staged = workspace.take(tiles.bytes(o.rows.total() * o.k));
     for (int step = 1; step <= group.size; ++step) {
@@ -28,13 +28,13 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
     tiles.join();
   }
 
-  if (o.dw) {
+  if (o.wants_dw) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
     Product product{matrix(o.dpre, o.n, true), matrix(gather->all(), o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
     tiles.multiply(0, product);
     gather->finish(stream);
   }
-  if (o.dx) {
+  if (o.wants_dx) {
     auto parts = scatter->receive(part, stream);
     add_parts(o.dx, parts.data(), group.size, nullptr, o.rows.count(group.rank), o.k, o.type, stream);
     scatter->finish(stream);
@@ -48,13 +48,13 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
   for (int step = 0; step < group.size; ++step) {
     int owner = (group.rank + step) % group.size;
     const void* dy = step == 0 ? o.dy : gather->arrive(owner, tiles.stream_of(step));
-    if (!o.dx) continue;
+    if (!o.wants_dx) continue;
     auto dx = static_cast<char*>(o.dx) + tiles.bytes(o.rows.first(owner) * o.k);
     Product product{matrix(dy, o.n), matrix(o.w.data, o.w.leading), matrix(dx, o.k), o.rows.count(owner), o.k, o.n};
     tiles.multiply(step, product);
   }
   tiles.join();
-  if (o.dw) {
+  if (o.wants_dw) {
     gather->arrive(group.rank, stream);
     Product product{matrix(gather->all(), o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
     tiles.multiply(0, product);

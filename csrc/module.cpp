@@ -234,8 +234,9 @@ PyObject* run_matmul_reduce_scatter(PyObject*, PyObject* args) {
 PyObject* run_column_backward(PyObject*, PyObject* args) {
   Call call;
   long long dpre, x, w, w_leading, dx, dw;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLL:column_backward", CALL_ARGUMENTS(call), &dpre, &x, &w, &w_leading,
-                        &dx, &dw)) {
+  int wants_dx, wants_dw;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLLii:column_backward", CALL_ARGUMENTS(call), &dpre, &x, &w, &w_leading,
+                        &dx, &dw, &wants_dx, &wants_dw)) {
     return nullptr;
   }
   return run("column_backward", column_backward, call,
@@ -247,14 +248,17 @@ PyObject* run_column_backward(PyObject*, PyObject* args) {
                             {at<void>(w), w_leading, false},
                             at<void>(dx),
                             at<void>(dw),
+                            wants_dx != 0,
+                            wants_dw != 0,
                             static_cast<Type>(call.type)});
 }
 
 PyObject* run_row_backward(PyObject*, PyObject* args) {
   Call call;
   long long dy, x, w, w_leading, dx, dw;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLL:row_backward", CALL_ARGUMENTS(call), &dy, &x, &w, &w_leading, &dx,
-                        &dw)) {
+  int wants_dx, wants_dw;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLLii:row_backward", CALL_ARGUMENTS(call), &dy, &x, &w, &w_leading, &dx,
+                        &dw, &wants_dx, &wants_dw)) {
     return nullptr;
   }
   return run("row_backward", row_backward, call,
@@ -266,6 +270,8 @@ PyObject* run_row_backward(PyObject*, PyObject* args) {
                          {at<void>(w), w_leading, false},
                          at<void>(dx),
                          at<void>(dw),
+                         wants_dx != 0,
+                         wants_dw != 0,
                          static_cast<Type>(call.type)});
 }
 
@@ -291,9 +297,9 @@ PyMethodDef methods[] = {
     {"matmul_reduce_scatter", run_matmul_reduce_scatter, METH_VARARGS,
      "matmul_reduce_scatter(" CALL_NAMES "x, w, w_leading, w_by_depth, y, bias); see operations.h."},
     {"column_backward", run_column_backward, METH_VARARGS,
-     "column_backward(" CALL_NAMES "dpre, x, w, w_leading, dx, dw); see operations.h."},
+     "column_backward(" CALL_NAMES "dpre, x, w, w_leading, dx, dw, wants_dx, wants_dw); see operations.h."},
     {"row_backward", run_row_backward, METH_VARARGS,
-     "row_backward(" CALL_NAMES "dy, x, w, w_leading, dx, dw); see operations.h."},
+     "row_backward(" CALL_NAMES "dy, x, w, w_leading, dx, dw, wants_dx, wants_dw); see operations.h."},
     {nullptr, nullptr, 0, nullptr},
 };
 

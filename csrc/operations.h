@@ -55,11 +55,12 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
 struct ColumnBackward {
   Rows rows;
   int64_t k, n;
-  const void* dpre;  // contiguous
-  const void* x;     // contiguous [own rows, k]
-  Weight w;          // [n, k]
-  void* dx;          // contiguous; null: not wanted
-  void* dw;          // the same
+  const void* dpre;         // contiguous
+  const void* x;            // contiguous [own rows, k]
+  Weight w;                 // [n, k]
+  void* dx;                 // contiguous
+  void* dw;                 // contiguous
+  bool wants_dx, wants_dw;  // the same on every rank, of which some may have no rows of them
   Type type;
 };
 void column_backward(Group& group, Tier tier, const ColumnBackward& operation, Workspace workspace,
@@ -73,8 +74,9 @@ struct RowBackward {
   const void* dy;  // contiguous [own rows, n]
   const void* x;   // contiguous [total, k]
   Weight w;        // [n, k]
-  void* dx;        // contiguous; null: not wanted
-  void* dw;        // the same
+  void* dx;        // contiguous
+  void* dw;        // contiguous
+  bool wants_dx, wants_dw;
   Type type;
 };
 void row_backward(Group& group, Tier tier, const RowBackward& operation, Workspace workspace, cudaStream_t stream);

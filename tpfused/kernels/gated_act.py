@@ -28,9 +28,9 @@ from tpfused.kernels.launch import (
     rows_of,
 )
 
-# Features a program, at most: 16 bytes a thread. Packed, that is four pairs; with more, a thread's results would be of
-# other pairs than its inputs, and would have to change threads.
-BLOCK, PACKED_BLOCK = 2048, 1024
+# Features a program, at most: 16 bytes a thread. Packed and backward, four pairs a thread: with more, its gradients
+# would be of other pairs than its inputs and would have to change threads. Forward, 16-byte stores are worth that.
+BLOCK, PACKED_BACKWARD_BLOCK = 2048, 1024
 
 
 @triton.jit
@@ -117,8 +117,8 @@ def gated_act(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "s
     return _gated_act(gate_up, up, packed or up is not None, ACTIVATIONS[activation])
 
 
-def _blocks(features: int, packed: bool) -> tuple[int, int]:
-    block = block_of(features, PACKED_BLOCK if packed else BLOCK)
+def _blocks(features: int, most: int) -> tuple[int, int]:
+    block = block_of(features, most)
     return block, cdiv(features, block)
 
 
@@ -135,7 +135,7 @@ def gated_act_forward(gate: Tensor, up: Tensor | None, packed: bool, activation:
     gate, up = rows_of(*_parts(gate, up, packed))
     packed = up is None
     features = gate.shape[1] // (1 + packed)
-    block, blocks = _blocks(features, packed)
+    block, blocks = _blocks(features, BLOCK)
     with on_device_of(y):
         launch(
             _forward_kernel, (gate.shape[0] * blocks,),
@@ -163,7 +163,7 @@ def gated_act_backward(
     gate, up, dy = rows_of(*_parts(gate, up, packed), dy)
     packed = up is None
     features = dy.shape[1]
-    block, blocks = _blocks(features, packed)
+    block, blocks = _blocks(features, PACKED_BACKWARD_BLOCK if packed else BLOCK)
     with on_device_of(dgate):
         launch(
             _backward_kernel, (dy.shape[0] * blocks,),

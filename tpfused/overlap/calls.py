@@ -89,6 +89,7 @@ def column_backward(
     link.run(
         "column_backward", dpre, rows, k, n, rows.total * k, rows.padded(link.communicator.size) * k,
         dpre.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
+        needs_x, needs_weight,
     )  # fmt: skip
     return dx, dweight
 
@@ -103,6 +104,7 @@ def row_backward(
     link.run(
         "row_backward", dy, rows, k, n, 0, rows.padded(link.communicator.size) * n,
         dy.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
+        needs_x, needs_weight,
     )  # fmt: skip
     return dx, dweight
 
