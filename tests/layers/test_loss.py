@@ -337,3 +337,21 @@ def test_gradient_is_the_derivative(seed, backend):
     logits, target = torch.randn(2, 5, dtype=torch.float64, requires_grad=True), torch.randint(5, (2,))
     options = {"label_smoothing": 0.1, "z_loss": 0.01, "backend": backend}
     assert torch.autograd.gradcheck(lambda x: vocab_parallel_cross_entropy(x, target, **options), logits)
+
+
+def test_overwrites_the_logits_if_allowed(seed):
+    torch.manual_seed(seed)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    leaf, target = torch.randn(6, 11, device=device, requires_grad=True), torch.randint(11, (6,), device=device)
+    (expected,) = torch.autograd.grad(F.cross_entropy(leaf, target), leaf)
+    for layout in (lambda x: x * 1, strided):  # the second can't be written as it lies
+        logits = layout(leaf)
+        before = logits.detach().clone()
+        loss = vocab_parallel_cross_entropy(logits, target, overwrite_logits=True)
+        (actual,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+        torch.testing.assert_close(actual, expected)
+        torch.testing.assert_close(logits.detach(), expected if layout is not strided else before)
+        with pytest.raises(RuntimeError, match="overwrite_logits"):
+            torch.autograd.grad(loss, leaf)
+    loss = vocab_parallel_cross_entropy(leaf * 1, target, overwrite_logits=True, backend="reference")
+    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected)

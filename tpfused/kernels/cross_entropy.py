@@ -200,9 +200,35 @@ def _backward(
 ) -> Tensor:
     """The gradient of the logits from each token's ``dloss``, in the logits' dtype."""
     dlogits = _new_gradient(logits)
-    if dlogits.numel() == 0:
-        return dlogits
-    x, dx = _three_dimensional(logits), _three_dimensional(dlogits)
+    numbers = vocab_start, vocab_size, ignore_index, smoothing, z_loss
+    _write_gradient(_three_dimensional(dlogits), _three_dimensional(logits), target, log_z, dloss, *numbers)
+    return dlogits
+
+
+def backward_in_place(logits: Tensor, *arguments) -> Tensor:
+    """`backward`, over the logits where they can be written as they lie."""
+    x = _three_dimensional(logits)
+    if x.data_ptr() != logits.data_ptr():  # a copy
+        return _backward(logits, *arguments)
+    _write_gradient(x, x, *arguments)
+    return logits
+
+
+def _write_gradient(
+    dx: Tensor,
+    x: Tensor,
+    target: Tensor,
+    log_z: Tensor,
+    dloss: Tensor,
+    vocab_start: int,
+    vocab_size: int,
+    ignore_index: int,
+    smoothing: float,
+    z_loss: float,
+) -> None:
+    """To `dx`, which may be `x`: a program has read what it writes."""
+    if x.numel() == 0:
+        return
     dloss = dloss.reshape(-1)
     width = x.shape[-1]
     block = block_of(width, BLOCK)
@@ -213,7 +239,6 @@ def _backward(
             x.shape[1], x.stride(0), x.stride(1), dx.stride(0), dx.stride(1), dloss.stride(0),
             COMPUTE=compute_type(x), BLOCK=block, num_warps=16,
         )  # fmt: skip
-    return dlogits
 
 
 def _new_statistics(logits: Tensor, target: Tensor, widest: int | None) -> Tensor:

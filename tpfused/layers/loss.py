@@ -36,6 +36,7 @@ def vocab_parallel_cross_entropy(
     check: str = "async",
     group=None,
     backend: str | None = None,
+    overwrite_logits: bool = False,
 ) -> Tensor:
     """`F.cross_entropy` over a vocabulary split over the ranks, without gathering the logits.
 
@@ -54,6 +55,8 @@ def vocab_parallel_cross_entropy(
         check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN.
         group: the ProcessGroup over which the vocabulary is split.
         backend: "reference" forces the plain path.
+        overwrite_logits: backward may write the gradient over the logits, which nothing else must need by then; it saves
+            their size in memory. It can then run once. The plain path and compiled code leave them as they are.
 
     Returns:
         float32 (float64 for float64 logits), the same on every rank.
@@ -70,7 +73,8 @@ def vocab_parallel_cross_entropy(
     check_labels(target, vocab_size, check, ignore_index)
     if backend is None and kernels is not None and kernels.supports(logits):
         numbers = vocab_size, ignore_index, float(label_smoothing), float(z_loss)
-        loss = _VocabParallelCrossEntropy.apply(logits, target, group, *numbers)
+        overwrite = overwrite_logits and not torch.compiler.is_compiling()
+        loss = _VocabParallelCrossEntropy.apply(logits, target, group, overwrite, *numbers)
     else:
         loss = reference.vocab_parallel_cross_entropy(
             logits,
@@ -94,7 +98,7 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, logits, target, group, *numbers):
+    def forward(ctx, logits, target, group, overwrite, *numbers):
         vocab_size, _, label_smoothing, _ = numbers
         start, _ = shard_range(vocab_size, group.size, group.rank)
         # Shards may be uneven or empty; all ranks give as many parts as the widest has.
@@ -104,14 +108,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
             stats = all_gather(stats, 0, stats.shape[0] * group.size, group)
         loss, log_z = kernels.loss(stats, target, *numbers)
         ctx.save_for_backward(logits, target, log_z)
-        ctx.start, ctx.numbers = start, numbers
+        ctx.start, ctx.numbers, ctx.overwrite, ctx.overwritten = start, numbers, overwrite, False
         return loss
 
     @staticmethod
     @once_differentiable
     def backward(ctx, dloss):
-        dlogits = kernels.backward(*ctx.saved_tensors, dloss, ctx.start, *ctx.numbers)
-        return dlogits, None, None, *(None for _ in ctx.numbers)
+        if ctx.overwritten:
+            raise RuntimeError("overwrite_logits=True: an earlier backward has put the gradient in the logits' place")
+        ctx.overwritten = ctx.overwrite
+        backward = kernels.backward_in_place if ctx.overwrite else kernels.backward
+        dlogits = backward(*ctx.saved_tensors, dloss, ctx.start, *ctx.numbers)
+        return dlogits, None, None, None, *(None for _ in ctx.numbers)
 
 
 def _check_arguments(
