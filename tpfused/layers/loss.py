@@ -55,8 +55,8 @@ def vocab_parallel_cross_entropy(
         check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN.
         group: the ProcessGroup over which the vocabulary is split.
         backend: "reference" forces the plain path.
-        overwrite_logits: backward may write the gradient over the logits, which nothing else must need by then; it saves
-            their size in memory. It can then run once. The plain path and compiled code leave them as they are.
+        overwrite_logits: backward may write the gradient over the logits, which nothing else must need by then: their
+            size in memory is saved. It can then run once. The plain path and compiled code leave them as they are.
 
     Returns:
         float32 (float64 for float64 logits), the same on every rank.
