@@ -1,6 +1,6 @@
 #include "check.h"
+#include "parts.h"
 #include "reduce.h"
-#include "tiles.h"
 
 namespace tpfused {
 
@@ -10,54 +10,47 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   std::unique_ptr<Gather> gather;
   if (o.wants_dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace, stream);
 
-  std::unique_ptr<Scatter> scatter;
-  char* part = nullptr;
+  const int64_t own = o.rows.count(group.rank);
+  std::unique_ptr<Parts> parts;
   if (o.wants_dx) {
-    scatter = start_scatter(group, tier, o.rows, tiles.bytes(o.k), workspace, stream);
-    char* staged = workspace.take(tiles.bytes(o.rows.total() * o.k));
-    for (int step = 1; step <= group.size; ++step) {
-      int owner = (group.rank + step) % group.size;
-      int64_t first = o.rows.first(owner);
-      part = staged + tiles.bytes(first * o.k);
-      auto dpre = static_cast<const char*>(o.dpre) + tiles.bytes(first * o.n);
-      Product product{
-          matrix(dpre, o.n), matrix(o.w.data, o.w.leading), matrix(part, o.k), o.rows.count(owner), o.k, o.n};
-      tiles.multiply(step, product);
-      if (step < group.size) scatter->send(owner, part, tiles.stream_of(step));
-    }
-    tiles.join();
+    Matrix w = matrix(o.w.data, o.w.leading);
+    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, o.dpre, w, o.n, o.k, workspace, stream);
+    tiles.multiply(Tiles::caller, parts->own_product(0, own));
+    tiles.join(Tiles::beside, Tiles::caller);
   }
-
   if (o.wants_dw) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
     Product product{matrix(o.dpre, o.n, true), matrix(gather->all(), o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
-    tiles.multiply(0, product);
-    gather->finish(stream);
+    tiles.multiply(Tiles::caller, product);
   }
   if (o.wants_dx) {
-    auto parts = scatter->receive(part, stream);
-    add_parts(o.dx, parts.data(), group.size, nullptr, o.rows.count(group.rank), o.k, o.type, stream);
-    scatter->finish(stream);
+    auto beside = tiles.stream(Tiles::beside);
+    auto all = parts->scatter().receive(parts->own(), beside);
+    add_parts(o.dx, all.data(), group.size, nullptr, own, o.k, o.type, beside);
+    tiles.join(Tiles::caller, Tiles::beside);
+    parts->scatter().finish(stream);
   }
+  if (o.wants_dw) gather->finish(stream);
 }
 
 void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
   Tiles tiles(group, o.type, workspace, stream);
   auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.n), o.dy, true, workspace, stream);
-  for (int step = 0; step < group.size; ++step) {
+  for (int step = 0; step < group.size && o.wants_dx; ++step) {
     int owner = (group.rank + step) % group.size;
-    const void* dy = step == 0 ? o.dy : gather->arrive(owner, tiles.stream_of(step));
-    if (!o.wants_dx) continue;
+    auto lane = step % 2 ? Tiles::beside : Tiles::caller;
+    const void* dy = step == 0 ? o.dy : gather->arrive(owner, tiles.stream(lane));
     auto dx = static_cast<char*>(o.dx) + tiles.bytes(o.rows.first(owner) * o.k);
     Product product{matrix(dy, o.n), matrix(o.w.data, o.w.leading), matrix(dx, o.k), o.rows.count(owner), o.k, o.n};
-    tiles.multiply(step, product);
+    if (step + 1 < group.size) product.spared = gather->processors();
+    tiles.multiply(lane, product);
   }
-  tiles.join();
+  tiles.join(Tiles::caller, Tiles::beside);
   if (o.wants_dw) {
-    gather->arrive(group.rank, stream);
+    for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
     Product product{matrix(gather->all(), o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
-    tiles.multiply(0, product);
+    tiles.multiply(Tiles::caller, product);
   }
   gather->finish(stream);
 }

@@ -51,20 +51,18 @@ PeerMemory::~PeerMemory() {
   cudaFree(own_);
 }
 
-Group::Group(int device, int rank, int size, const ncclUniqueId& id, int max_ctas)
-    : device(device), rank(rank), size(size) {
+Group::Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_processors)
+    : device(device), rank(rank), size(size), nccl_processors(nccl_processors) {
   DeviceGuard guard(device);
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check(cudaStreamCreateWithPriority(&transfers, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
-  check(cudaStreamCreateWithFlags(&beside, cudaStreamNonBlocking), "cudaStreamCreate");
+  check(cudaStreamCreateWithPriority(&beside, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
   marks_.resize(size, nullptr);
   for (cudaEvent_t& mark : marks_) check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate");
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  if (max_ctas > 0) {
-    config.minCTAs = 1;
-    config.maxCTAs = max_ctas;
-  }
+  config.minCTAs = 1;
+  config.maxCTAs = nccl_processors;
   check(ncclCommInitRankConfig(&nccl, size, id, rank, &config), "ncclCommInitRank");
   watchdog = std::make_unique<Watchdog>(
       device, [this](const std::string& operation, double seconds) { give_up(operation, seconds); });

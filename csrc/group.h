@@ -68,16 +68,17 @@ class PeerMemory {
 // What this rank needs to overlap a group's collectives with its matmuls. One a process group and device.
 class Group {
  public:
-  Group(int device, int rank, int size, const ncclUniqueId& id, int max_ctas);
+  Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_processors);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
   const int device, rank, size;
+  const int nccl_processors;  // as many as NCCL may take
   ncclComm_t nccl = nullptr;
   cudaStream_t transfers = nullptr;  // copies and collectives
   std::mutex mutex;                  // held while an operation is enqueued
-  cudaStream_t beside = nullptr;     // every other tile matmul, so that partial waves fill each other's gaps
+  cudaStream_t beside = nullptr;     // matmuls beside those of the caller's stream, and before them
   std::unique_ptr<PeerMemory> peers;
 
   // A slot, and the number of its use.

@@ -48,6 +48,7 @@ struct Matmul::Plan {
 
 Matmul::Matmul(int device, Type type) : device_(device), type_(type) {
   DeviceGuard guard(device_);
+  check(cudaDeviceGetAttribute(&processors_, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
   check(cublasLtCreate(&handle_), "cublasLtCreate");
 }
 
@@ -58,11 +59,13 @@ Matmul::~Matmul() {
 
 Matmul::Plan& Matmul::plan_for(const Product& p) {
   auto addresses = reinterpret_cast<uintptr_t>(p.a.data) | reinterpret_cast<uintptr_t>(p.b.data) |
-                   reinterpret_cast<uintptr_t>(p.y.data) | reinterpret_cast<uintptr_t>(p.bias);
+                   reinterpret_cast<uintptr_t>(p.y.data) | reinterpret_cast<uintptr_t>(p.bias) |
+                   reinterpret_cast<uintptr_t>(p.add);
   bool aligned = addresses % 16 == 0;
   int kind = p.a.transposed | p.b.transposed << 1 | (p.pre != nullptr) << 2 | aligned << 3 | (p.bias != nullptr) << 4;
   Key key{p.m,         p.n,         p.k,        p.batch,    kind,       p.a.leading,
-          p.b.leading, p.y.leading, p.a.stride, p.b.stride, p.y.stride, static_cast<int>(p.activation)};
+          p.b.leading, p.y.leading, p.a.stride, p.b.stride, p.y.stride, static_cast<int>(p.activation),
+          p.spared};
   std::unique_ptr<Plan>& known = plans_[key];
   if (known) return *known;
 
@@ -88,6 +91,11 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.pre);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.y.leading);
     if (p.batch > 1) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, p.y.stride);
+  }
+
+  if (p.spared > 0) {
+    int32_t processors = processors_ - p.spared;
+    set(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, processors);
   }
 
   auto layout = [&](cublasLtMatrixLayout_t* made, int64_t rows, int64_t columns, const Matrix& matrix) {
@@ -143,9 +151,10 @@ void Matmul::run(const Product& p, cudaStream_t stream, void* workspace) {
         cublasLtMatmulDescSetAttribute(plan.operation, CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, &p.pre, sizeof p.pre),
         "pre-activation");
   }
-  float one = 1, zero = 0;
-  check(cublasLtMatmul(handle_, plan.operation, &one, p.b.data, plan.first, p.a.data, plan.second, &zero, p.y.data,
-                       plan.result, p.y.data, plan.result, &plan.algorithm, workspace, workspace_bytes, stream),
+  float alpha = 1, beta = p.add ? 1 : 0;
+  check(cublasLtMatmul(handle_, plan.operation, &alpha, p.b.data, plan.first, p.a.data, plan.second, &beta,
+                       p.add ? p.add : p.y.data, plan.result, p.y.data, plan.result, &plan.algorithm, workspace,
+                       workspace_bytes, stream),
         "cublasLtMatmul");
 }
 

@@ -32,7 +32,9 @@ struct Product {
   int batch = 1;
   Activation activation = Activation::none;
   const void* bias = nullptr;
-  void* pre = nullptr;  // gelu: also receives what the activation is of, in rows like y's
+  void* pre = nullptr;        // gelu: also receives what the activation is of, in rows like y's
+  const void* add = nullptr;  // what the sums start from, in rows like y's
+  int spared = 0;             // multiprocessors that something else has meanwhile: the algorithm is for the others
 };
 
 constexpr size_t workspace_bytes = 32 << 20;  // what cuBLAS itself takes on Hopper
@@ -53,10 +55,11 @@ class Matmul {
  private:
   struct Plan;
   using Key =
-      std::tuple<int64_t, int64_t, int64_t, int, int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int>;
+      std::tuple<int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int>;
   Plan& plan_for(const Product& product);
 
   int device_;
+  int processors_ = 0;
   Type type_;
   cublasLtHandle_t handle_ = nullptr;
   std::map<Key, std::unique_ptr<Plan>> plans_;

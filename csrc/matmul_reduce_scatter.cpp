@@ -1,29 +1,39 @@
 #include "check.h"
+#include "parts.h"
 #include "reduce.h"
-#include "tiles.h"
 
 namespace tpfused {
+namespace {
 
-// The next peer's rows first and the own ones last: a finished part travels while the next is multiplied.
+constexpr int64_t least_split = 2048;  // own rows: a matmul of fewer leaves multiprocessors idle
+
+}  // namespace
+
+// The peers' rows first and the own ones last: a finished part travels while the next is multiplied. Of two ranks, the
+// second half of the own rows starts from the peer's part, which has arrived by then, and the first half's sum is made
+// beside it.
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o, Workspace workspace,
                            cudaStream_t stream) {
   DeviceGuard guard(group.device);
   Tiles tiles(group, o.type, workspace, stream);
-  auto scatter = start_scatter(group, tier, o.rows, tiles.bytes(o.n), workspace, stream);
-  char* staged = workspace.take(tiles.bytes(o.rows.total() * o.n));
-  char* part = nullptr;
-  for (int step = 1; step <= group.size; ++step) {
-    int owner = (group.rank + step) % group.size;
-    int64_t first = o.rows.first(owner);
-    part = staged + tiles.bytes(first * o.n);
-    auto x = static_cast<const char*>(o.x) + tiles.bytes(first * o.k);
-    tiles.multiply(step, {matrix(x, o.k), o.w.matrix(), matrix(part, o.n), o.rows.count(owner), o.n, o.k});
-    if (step < group.size) scatter->send(owner, part, tiles.stream_of(step));
+  Parts parts(group, tier, tiles, o.rows, o.x, o.w.matrix(), o.k, o.n, workspace, stream);
+  const int64_t own = o.rows.count(group.rank);
+  const int64_t added = group.size == 2 && own >= least_split ? own / 256 * 128 : own;  // rows added by `add_parts`
+
+  tiles.multiply(Tiles::caller, parts.own_product(0, added));
+  tiles.join(Tiles::beside, Tiles::caller);
+  auto all = parts.scatter().receive(parts.own(), tiles.stream(Tiles::beside));
+  add_parts(o.y, all.data(), group.size, o.bias, added, o.n, o.type, tiles.stream(Tiles::beside));
+  if (added < own) {
+    auto rest = [&](const void* base) { return static_cast<const char*>(base) + tiles.bytes(added * o.n); };
+    Product product = parts.own_product(added, own - added);
+    product.add = rest(parts.scatter().receive(parts.own(), stream)[1 - group.rank]);
+    product.y.data = const_cast<char*>(rest(o.y));
+    product.bias = o.bias;
+    tiles.multiply(Tiles::caller, product);
   }
-  tiles.join();
-  auto parts = scatter->receive(part, stream);
-  add_parts(o.y, parts.data(), group.size, o.bias, o.rows.count(group.rank), o.n, o.type, stream);
-  scatter->finish(stream);
+  tiles.join(Tiles::caller, Tiles::beside);
+  parts.scatter().finish(stream);
 }
 
 }  // namespace tpfused

@@ -76,16 +76,17 @@ PyObject* nccl_unique_id(PyObject*, PyObject*) {
 }
 
 PyObject* group_create(PyObject*, PyObject* args) {
-  int device, rank, size, max_ctas;
+  int device, rank, size, nccl_processors;
   const char* bytes;
   Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "iiiy#i:group_create", &device, &rank, &size, &bytes, &length, &max_ctas)) return nullptr;
+  if (!PyArg_ParseTuple(args, "iiiy#i:group_create", &device, &rank, &size, &bytes, &length, &nccl_processors))
+    return nullptr;
   return guarded([&]() -> PyObject* {
     ncclUniqueId id;
     if (length != sizeof id.internal) throw std::runtime_error("an NCCL id has 128 bytes");
     std::memcpy(id.internal, bytes, sizeof id.internal);
     Group* group = nullptr;
-    PyObject* none = unlocked([&] { group = new Group(device, rank, size, id, max_ctas); });
+    PyObject* none = unlocked([&] { group = new Group(device, rank, size, id, nccl_processors); });
     if (!none) return nullptr;
     Py_DECREF(none);
     return PyLong_FromVoidPtr(group);
@@ -282,7 +283,8 @@ PyMethodDef methods[] = {
      "kernel_architecture(device) -> the architecture, such as 90, of the machine code that this device runs."},
     {"nccl_unique_id", nccl_unique_id, METH_NOARGS, "What all ranks give to `group_create`, made by one of them."},
     {"group_create", group_create, METH_VARARGS,
-     "group_create(device, rank, size, nccl_id, max_ctas) -> group. All ranks together; max_ctas 0: NCCL's choice."},
+     "group_create(device, rank, size, nccl_id, nccl_processors) -> group. All ranks together; max_ctas 0: NCCL's "
+     "choice."},
     {"group_destroy", group_destroy, METH_VARARGS, "group_destroy(group). Waits for no other rank."},
     {"group_allocate", group_allocate, METH_VARARGS,
      "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},

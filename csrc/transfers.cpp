@@ -26,6 +26,8 @@ class CopyGather : public Gather {
     group.mark(rank, group.transfers);
   }
 
+  int processors() const override { return 0; }
+
   const char* arrive(int owner, cudaStream_t stream) override {
     if (owner == group_.rank) {
       group_.wait_for_mark(owner, stream);
@@ -56,6 +58,8 @@ class CopyScatter : public Scatter {
     follow(group.transfers, stream);
     group.wait_until_emptied(use_);
   }
+
+  int processors() const override { return 0; }
 
   void send(int owner, const char* part, cudaStream_t stream) override {
     follow(group_.transfers, stream);
@@ -112,6 +116,8 @@ class NcclGather : public Gather {
     group.mark(rank, group.transfers);
   }
 
+  int processors() const override { return group_.nccl_processors; }
+
   const char* arrive(int owner, cudaStream_t stream) override {
     group_.wait_for_mark(owner, stream);
     return at(owner);
@@ -135,6 +141,8 @@ class NcclScatter : public Scatter {
  public:
   NcclScatter(Group& group, Rows rows, int64_t row_bytes, char* received)
       : group_(group), rows_(rows), row_bytes_(row_bytes), received_(received) {}
+
+  int processors() const override { return group_.nccl_processors; }
 
   void send(int owner, const char* part, cudaStream_t stream) override {
     const int rank = group_.rank, size = group_.size;

@@ -32,6 +32,8 @@ class Workspace {
 class Gather {
  public:
   virtual ~Gather() = default;
+  // How many multiprocessors it takes.
+  virtual int processors() const = 0;
   // Makes `stream` wait for the rows of `owner` (this rank only if `whole`) -> where they lie, one rank's after
   // another's.
   virtual const char* arrive(int owner, cudaStream_t stream) = 0;
@@ -49,6 +51,7 @@ std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t
 class Scatter {
  public:
   virtual ~Scatter() = default;
+  virtual int processors() const = 0;
   // Sends the part of the rows of `owner`, after what is on `stream`. All peers, in the order rank + 1, rank + 2, ...
   virtual void send(int owner, const char* part, cudaStream_t stream) = 0;
   // Makes `stream` wait for the peers' parts of this rank's rows -> all parts in the ranks' order, with this one's own.

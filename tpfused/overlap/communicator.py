@@ -19,6 +19,7 @@ from tpfused.group import TPGroup
 SLOT_STEP = 16 * 2**20  # peers' buffers grow by this many bytes, for growing stops the device
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
+NCCL_PROCESSORS = 8  # that NCCL may take from the matmuls beside it; with 4, it moves half as much
 WORKSPACE = 2 * 32 * 2**20  # of the matmuls on an operation's two streams
 
 
@@ -36,7 +37,7 @@ class Communicator:
         self._device = device
         self._slot_bytes = 0
         with torch.cuda.device(device):
-            self.handle = module.group_create(device.index, group.rank, group.size, nccl_id, 0)
+            self.handle = module.group_create(device.index, group.rank, group.size, nccl_id, NCCL_PROCESSORS)
         self.set_timeout(_timeout)
         self.tiers = ("nccl",)
         if self._on_one_host() and self._grow(SLOT_STEP):
