@@ -9,10 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tpfused import reference
+from tpfused import checks, reference
 from tpfused.collectives import copy_to_group, copy_to_replicas, own_slice
 from tpfused.group import resolve_group, with_replicas
-from tpfused.layers import checks
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size

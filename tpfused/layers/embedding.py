@@ -7,9 +7,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from tpfused import reference
+from tpfused import checks, reference
 from tpfused.collectives import own_slice
-from tpfused.layers import checks
 from tpfused.layers.ids import IdCheck, check_mode
 from tpfused.parameter import ParallelModule, check_size, local
 

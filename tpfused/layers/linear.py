@@ -6,10 +6,9 @@ from collections.abc import Callable, Sequence
 
 from torch import Tensor
 
-from tpfused import reference
+from tpfused import checks, reference
 from tpfused.collectives import gather_from_group
 from tpfused.group import TPGroup
-from tpfused.layers import checks
 from tpfused.packing import Packing
 from tpfused.parameter import LinearParameters, init_weight, new_whole_bias
 from tpfused.sharding import shard_size

@@ -6,10 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpfused import reference
+from tpfused import checks, reference
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
-from tpfused.layers import checks
 from tpfused.layers.ids import IdCheck
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 

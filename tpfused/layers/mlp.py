@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
-from tpfused import reference
-from tpfused.layers import checks
+from tpfused import checks, reference
 from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size

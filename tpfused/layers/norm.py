@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from tpfused import reference
-from tpfused.layers import checks
+from tpfused import checks, reference
 from tpfused.parameter import ParallelModule, check_size, local
 
 KINDS = ("layernorm", "rmsnorm")

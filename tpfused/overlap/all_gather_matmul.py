@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpfused import reference
+from tpfused import checks, reference
 from tpfused.group import resolve_group
 from tpfused.kernels.act_backward import act_backward, bias_grad
 from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.kernels.linear_act import apply_activation
-from tpfused.layers import checks
 from tpfused.overlap import calls
 from tpfused.overlap.calls import Link, Rows
 from tpfused.overlap.tiers import choose
@@ -55,16 +56,16 @@ def all_gather_matmul(
     dim = checks.token_dim(x_shard_m, sequence_dim, NAME)
     total_len = checks.total_tokens(x_shard_m, dim, total_len, tp, NAME)
     chosen = choose(tp, x_shard_m, weight, bias)
-    x = x_shard_m.movedim(dim, 0)
+    batch = calls.batch_of(x_shard_m, dim)
     # What decides must be the same on every rank: not its own tokens or output features, of which it may have none.
-    if chosen is None or torch.is_autocast_enabled("cuda") or min(total_len, *x.shape[1:]) == 0:
+    if chosen is None or torch.is_autocast_enabled("cuda") or min(total_len, weight.shape[1], *batch) == 0:
         return reference.column_parallel_linear(
             x_shard_m, weight, bias, tp, activation=activation, sequence_dim=dim, total_len=total_len
         )
-    rows = Rows(total_len, x.shape[1:-1].numel())
-    x2 = x.reshape(x.shape[0] * rows.each, x.shape[-1])
-    y = _AllGatherMatmul.apply(x2, weight, bias, ACTIVATIONS[activation], rows, Link(*chosen))
-    return y.view(total_len, *x.shape[1:-1], weight.shape[0]).movedim(0, dim)
+    rows = Rows(total_len, math.prod(batch))
+    x = calls.to_rows(x_shard_m, dim)
+    y = _AllGatherMatmul.apply(x, weight, bias, ACTIVATIONS[activation], rows, Link(*chosen))
+    return calls.from_rows(y, total_len, batch, dim)
 
 
 class _AllGatherMatmul(torch.autograd.Function):

@@ -30,6 +30,26 @@ class Rows:
         return padded_shard_size(self.tokens, size) * size * self.each
 
 
+def batch_of(x: Tensor, dim: int) -> tuple[int, ...]:
+    """The dimensions of ``[..., features]`` beside the tokens'."""
+    return (*x.shape[:dim], *x.shape[dim + 1 : -1])
+
+
+def to_rows(x: Tensor, dim: int) -> Tensor:
+    """``[..., features]`` -> ``[tokens * batch, features]``, `dim` being the tokens'."""
+    if dim:
+        x = x.movedim(dim, 0)
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+
+
+def from_rows(y: Tensor, tokens: int, batch: tuple[int, ...], dim: int) -> Tensor:
+    """The inverse of `to_rows`: a view."""
+    if not batch:
+        return y
+    y = y.view(tokens, *batch, y.shape[-1])
+    return y.movedim(0, dim) if dim else y
+
+
 @dataclass(frozen=True)
 class Link:
     """Who talks to whom, and how."""

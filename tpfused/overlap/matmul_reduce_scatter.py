@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from tpfused import reference
+from tpfused import checks, reference
 from tpfused.group import resolve_group
 from tpfused.kernels.act_backward import bias_grad
-from tpfused.layers import checks
 from tpfused.overlap import calls
 from tpfused.overlap.calls import Link, Rows
 from tpfused.overlap.tiers import choose
@@ -51,10 +52,10 @@ def matmul_reduce_scatter(
     # What decides must be the same on every rank: not its input features, of which it may have none.
     if chosen is None or torch.is_autocast_enabled("cuda") or min(*x_shard_k.shape[:-1], weight.shape[0]) == 0:
         return reference.row_parallel_linear(x_shard_k, weight, bias, tp, input_is_parallel=True, sequence_dim=dim)
-    x = x_shard_k.movedim(dim, 0)
-    rows = Rows(x.shape[0], x.shape[1:-1].numel())
-    y = _MatmulReduceScatter.apply(x.reshape(rows.total, x.shape[-1]), weight, bias, rows, Link(*chosen))
-    return y.view(shard_size(rows.tokens, tp.size, tp.rank), *x.shape[1:-1], weight.shape[0]).movedim(0, dim)
+    batch = calls.batch_of(x_shard_k, dim)
+    rows = Rows(x_shard_k.shape[dim], math.prod(batch))
+    y = _MatmulReduceScatter.apply(calls.to_rows(x_shard_k, dim), weight, bias, rows, Link(*chosen))
+    return calls.from_rows(y, shard_size(rows.tokens, tp.size, tp.rank), batch, dim)
 
 
 class _MatmulReduceScatter(torch.autograd.Function):
