@@ -33,8 +33,8 @@ from tpfused.group import TPGroup
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 
 # torch 2.13 renamed these two and deprecated the old names.
-_all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-_reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+all_gather_single = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Observer = Callable[[str, Tensor], Callable[[], None]]
 _observers: list[Observer] = []
@@ -90,7 +90,7 @@ def all_gather(x_shard: Tensor, dim: int, total: int, group: TPGroup) -> Tensor:
     out = rows.new_empty(group.size * group.replicas * rows.shape[0], *rows.shape[1:])
     if out.numel():
         with _observed("all_gather", rows):
-            _all_gather_single(out, rows, group=group.process_group)
+            all_gather_single(out, rows, group=group.process_group)
     if group.replicas > 1:
         out = out.view(group.size, group.replicas, *rows.shape)[:, 0].flatten(0, 1)
     return out[:total].movedim(0, dim).contiguous()
@@ -104,7 +104,7 @@ def reduce_scatter(x: Tensor, dim: int, group: TPGroup) -> Tensor:
     out = rows.new_empty(shard, *rows.shape[1:])
     if out.numel():
         with _observed("reduce_scatter", rows):
-            _reduce_scatter_single(out, rows, group=group.process_group)
+            reduce_scatter_single(out, rows, group=group.process_group)
     return out[: shard_size(total, group.size, group.rank)].movedim(0, dim).contiguous()
 
 

@@ -23,11 +23,11 @@ GAP = 1  # bars between cases
 WIDEST = 150  # per cent: a cache may be several times as fast as memory
 
 
-def plot(meta: Mapping[str, Any], rows: Sequence[Row], folder: str) -> list[str]:
-    """Write ``kernels-<operation>.png`` for each operation that was measured, and return their paths."""
+def plot(meta: Mapping[str, Any], rows: Sequence[Row], folder: str, area: str = "kernels") -> list[str]:
+    """Write ``<area>-<operation>.png`` for each operation that was measured, and return their paths."""
     paths = []
     for name in dict.fromkeys(row["op"] for row in rows if row["us"] is not None):
-        path = str(Path(folder) / f"kernels-{name}.png")
+        path = str(Path(folder) / f"{area}-{name}.png")
         _draw(meta, [row for row in rows if row["op"] == name and row["us"] is not None], name, path)
         paths.append(path)
     return paths

@@ -15,6 +15,7 @@ examples:
   tpfused bench kernels --quick            a few cases, in a few minutes
   tpfused bench kernels                    everything
   tpfused bench kernels --help             everything that it can do
+  tpfused bench overlap --quick            matmuls with a collective, on all GPUs
 """
 
 KERNELS = """\
@@ -54,10 +55,42 @@ what was done).
 """
 
 
+OVERLAP = """\
+Times all-gather+matmul, matmul+reduce-scatter and a whole feed-forward layer
+(forward and backward) on several GPUs of one host, beside the matmul alone,
+NCCL's collective alone, one after the other, torch's symmetric-memory
+operators, and NCCL as Megatron-LM orders it.
+
+The floor is the slower of matmul and collective, in the same round: 1.00 means
+that the other one is hidden entirely. Every figure is the slowest rank's; the
+variants take turns. "ours" is what a layer would use; "ours_p2p" and
+"ours_nccl" force a way to move the rows.
+"""
+
+OVERLAP_EXAMPLES = """\
+operations: all_gather_matmul, matmul_reduce_scatter, mlp
+
+examples:
+  tpfused bench overlap --quick            a few cases, on all GPUs
+  tpfused bench overlap --gpus 2 --json run.json --plot plots
+  torchrun --nproc_per_node 4 benchmarks/overlap.py --sweep
+                                           in workers that torchrun starts
+
+Exit codes: 0 done; 1 something was wrong or failed; 2 something in the command
+line is wrong, or there are too few GPUs; 130 interrupted (the files then hold
+what was done).
+"""
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
-    areas = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", required=True)
+    areas = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="area", required=True)
+    _add_kernels(areas)
+    _add_overlap(areas)
+
+
+def _add_kernels(areas) -> None:
     kernels = areas.add_parser(
         "kernels",
         help="each kernel, on one GPU",
@@ -91,7 +124,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     files.add_argument("--plot", metavar="DIR", help="draw DIR/kernels-NAME.png for each operation")
 
 
-def run(args: argparse.Namespace) -> int:
-    from tpfused.bench.job import execute
+def _add_overlap(areas) -> None:
+    overlap = areas.add_parser(
+        "overlap",
+        help="matmuls with a collective, on several GPUs",
+        description=OVERLAP,
+        epilog=OVERLAP_EXAMPLES,
+        usage="tpfused bench overlap [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    what = overlap.add_argument_group("what to measure")
+    what.add_argument("--op", action="append", metavar="NAME", help="this operation only; may be given again")
+    what.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
+    what.add_argument("--sweep", action="store_true", help="also 1 to 16384 tokens of the 8B shape")
+    what.add_argument("--quick", action="store_true", help="one shape an operation, 5 rounds")
+    what.add_argument("--list", action="store_true", help="print the cases, and end")
+    what.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16 (default) or fp16")
 
+    how = overlap.add_argument_group("how")
+    how.add_argument("--gpus", type=int, metavar="N", help="how many (default: all); torchrun's own number under it")
+    how.add_argument("--rounds", type=int, metavar="N", help="rounds over all variants (default: 21)")
+    how.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
+
+    files = overlap.add_argument_group("files")
+    files.add_argument("--json", metavar="FILE", help="write every number, and what it was measured on")
+    files.add_argument("--csv", metavar="FILE", help="write the rows")
+    files.add_argument("--plot", metavar="DIR", help="draw DIR/overlap-NAME.png for each operation")
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.area == "overlap":
+        from tpfused.bench.overlap.job import execute
+    else:
+        from tpfused.bench.job import execute
     return execute(vars(args))
