@@ -87,7 +87,7 @@ void Group::give_up(const std::string& operation, double seconds) {
       bool missing = false;
       for (int slot = 0; slot < PeerMemory::slots && peer != rank; ++slot) {
         uint32_t uses = (uses_ + PeerMemory::slots - 1 - slot) / PeerMemory::slots;  // of this slot
-        missing |= static_cast<int32_t>(words[peers->arrived(rank, slot, peer) - flags] - uses) < 0;
+        missing |= static_cast<int32_t>(words[peers->arrived(rank, slot, peer) - flags] - uses * whole) < 0;
       }
       if (missing) told += "; rank " + std::to_string(peer) + "'s rows have not arrived";
     }
@@ -142,13 +142,13 @@ void Group::tell_emptied(Use use, cudaStream_t stream) {
   operations_.enqueue(stream);
 }
 
-void Group::tell_arrived(Use use, int peer, cudaStream_t stream) {
-  operations_.write(peers->arrived(peer, use.slot, rank), use.number);
+void Group::tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks) {
+  operations_.write(peers->arrived(peer, use.slot, rank), (use.number - 1) * whole + blocks);
   operations_.enqueue(stream);
 }
 
-void Group::wait_for_arrival(Use use, int from, cudaStream_t stream) {
-  operations_.wait(peers->arrived(rank, use.slot, from), use.number);
+void Group::wait_for_arrival(Use use, int from, cudaStream_t stream, uint32_t blocks) {
+  operations_.wait(peers->arrived(rank, use.slot, from), (use.number - 1) * whole + blocks);
   operations_.enqueue(stream);
 }
 

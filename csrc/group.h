@@ -31,7 +31,7 @@ struct Rows {
 // Memory that every rank of a group can write: a page of flags, then buffers ("slots") that operations use in turn.
 //
 // A slot's owner and its peers agree through two words a peer on each side. Use number u of a slot: whoever pushes into
-// it first waits until the owner has "emptied" it of use u - 1, and writes u to the owner's "arrived" after its data.
+// it first waits until the owner has "emptied" it of use u - 1, and counts the owner's "arrived" up after its data.
 class PeerMemory {
  public:
   static constexpr int slots = 3;  // operations that may be under way at a time
@@ -92,8 +92,10 @@ class Group {
   void wait_until_emptied(Use use);
   // On `stream`: this rank has read all that was pushed to it.
   void tell_emptied(Use use, cudaStream_t stream);
-  void tell_arrived(Use use, int peer, cudaStream_t stream);
-  void wait_for_arrival(Use use, int from, cudaStream_t stream);
+  // All that a peer is to get, or the first `blocks` of what comes in up to `whole` pieces.
+  static constexpr uint32_t whole = 16;
+  void tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks = whole);
+  void wait_for_arrival(Use use, int from, cudaStream_t stream, uint32_t blocks = whole);
 
   // One event a rank, for what arrives by other means.
   void mark(int owner, cudaStream_t stream);

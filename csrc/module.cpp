@@ -276,6 +276,20 @@ PyObject* run_row_backward(PyObject*, PyObject* args) {
                          static_cast<Type>(call.type)});
 }
 
+PyObject* run_matmul_all_reduce(PyObject*, PyObject* args) {
+  Call call;
+  long long x, w, w_leading, y, bias, whole_input, dw;
+  int w_by_depth, wants_dw;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLLLLi:matmul_all_reduce", CALL_ARGUMENTS(call), &x, &w, &w_leading,
+                        &w_by_depth, &y, &bias, &whole_input, &dw, &wants_dw)) {
+    return nullptr;
+  }
+  Weight weight{at<void>(w), w_leading, w_by_depth != 0};
+  return run("matmul_all_reduce", matmul_all_reduce, call,
+             MatmulAllReduce{call.tokens * call.each, call.k, call.n, at<void>(x), weight, at<void>(y), at<void>(bias),
+                             at<void>(whole_input), at<void>(dw), wants_dw != 0, static_cast<Type>(call.type)});
+}
+
 PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS,
      "What this was compiled with, and the NCCL that was loaded; versions as the libraries' own integers."},
@@ -302,6 +316,9 @@ PyMethodDef methods[] = {
      "column_backward(" CALL_NAMES "dpre, x, w, w_leading, dx, dw, wants_dx, wants_dw); see operations.h."},
     {"row_backward", run_row_backward, METH_VARARGS,
      "row_backward(" CALL_NAMES "dy, x, w, w_leading, dx, dw, wants_dx, wants_dw); see operations.h."},
+    {"matmul_all_reduce", run_matmul_all_reduce, METH_VARARGS,
+     "matmul_all_reduce(" CALL_NAMES
+     "x, w, w_leading, w_by_depth, y, bias, whole_input, dw, wants_dw); see operations.h."},
     {nullptr, nullptr, 0, nullptr},
 };
 

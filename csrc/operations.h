@@ -81,4 +81,22 @@ struct RowBackward {
 };
 void row_backward(Group& group, Tier tier, const RowBackward& operation, Workspace workspace, cudaStream_t stream);
 
+// y [m, n] = the sum over the ranks of x [m, k] @ w.T, plus bias, on every rank; parts and sums as in
+// `matmul_reduce_scatter`, except that the NCCL tier adds as NCCL does. With `dw`, the backward pass of a
+// column-parallel layer whose input is whole: x is dpre, y is dx, and dw [k, n] = dpre.T @ `whole_input` [m, n] hides
+// the exchange.
+struct MatmulAllReduce {
+  int64_t m, k, n;
+  const void* x;  // contiguous
+  Weight w;
+  void* y;                  // contiguous
+  const void* bias;         // or null
+  const void* whole_input;  // contiguous, for dw
+  void* dw;                 // contiguous
+  bool wants_dw;
+  Type type;
+};
+void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& operation, Workspace workspace,
+                       cudaStream_t stream);
+
 }  // namespace tpfused

@@ -1,0 +1,182 @@
+#include <algorithm>
+
+#include "check.h"
+#include "reduce.h"
+#include "tiles.h"
+
+namespace tpfused {
+namespace {
+
+constexpr int most_blocks = 4;
+constexpr int64_t block_tiles = 2 * 132;  // of 128 x 256: with fewer, a matmul leaves multiprocessors idle
+
+ncclDataType_t nccl_type(Type type) {
+  switch (type) {
+    case Type::float16:
+      return ncclFloat16;
+    case Type::bfloat16:
+      return ncclBfloat16;
+    default:
+      return ncclFloat32;
+  }
+}
+
+// The rows in blocks: one is exchanged while the next is multiplied.
+struct Blocks {
+  int64_t m;
+  int count;
+
+  explicit Blocks(const MatmulAllReduce& o) : m(o.m) {
+    int64_t tiles = ((o.m + 127) / 128) * ((o.n + 255) / 256);
+    count = static_cast<int>(std::clamp<int64_t>(tiles / block_tiles, 1, most_blocks));
+  }
+  int64_t first(int block) const { return m * block / count; }
+};
+
+Product rows_of(const MatmulAllReduce& o, Tiles& tiles, int64_t first, int64_t count, char* to) {
+  auto x = static_cast<const char*>(o.x) + tiles.bytes(first * o.k);
+  return {matrix(x, o.k), o.w.matrix(), matrix(to + tiles.bytes(first * o.n), o.n), count, o.n, o.k};
+}
+
+void multiply_wgrad(const MatmulAllReduce& o, Tiles& tiles) {
+  if (!o.wants_dw) return;
+  tiles.multiply(Tiles::beside, {matrix(o.x, o.k, true), matrix(o.whole_input, o.n), matrix(o.dw, o.n), o.k, o.n, o.m});
+}
+
+// In each block every rank adds all parts of its share of the rows, and pushes the sums to the others.
+class ByCopies {
+ public:
+  ByCopies(Group& group, const MatmulAllReduce& o, Tiles& tiles, Workspace& workspace, cudaStream_t stream)
+      : group_(group),
+        o_(o),
+        tiles_(tiles),
+        blocks_(o),
+        stream_(stream),
+        parts_(group.next_use()),
+        sums_(group.next_use()),
+        staged_(workspace.take(tiles.bytes(o.m * o.n))) {
+    follow(group.transfers, stream);
+    group.wait_until_emptied(parts_);
+    group.wait_until_emptied(sums_);
+  }
+
+  void run() {
+    for (int block = 0; block < blocks_.count; ++block) {
+      multiply(block);
+      if (block > 0) exchange(block - 1);
+    }
+    multiply_wgrad(o_, tiles_);
+    exchange(blocks_.count - 1);
+    tiles_.join(Tiles::caller, Tiles::beside);
+    follow(stream_, group_.transfers);
+    group_.tell_emptied(parts_, stream_);
+    group_.tell_emptied(sums_, stream_);
+  }
+
+ private:
+  Rows shares(int block) const { return {blocks_.first(block + 1) - blocks_.first(block), 1, group_.size}; }
+
+  // Where in the owner's slot a rank's part of its share of a block lies: a rank's parts of all blocks together.
+  int64_t place(int owner, int from, int block) const {
+    int64_t before = 0, all = 0;
+    for (int each = 0; each < blocks_.count; ++each) {
+      if (each < block) before += shares(each).count(owner);
+      all += shares(each).count(owner);
+    }
+    return tiles_.bytes((from * all + before) * o_.n);
+  }
+
+  void push(char* to, const char* from, int64_t rows) {
+    if (rows == 0) return;
+    check(cudaMemcpyAsync(to, from, tiles_.bytes(rows * o_.n), cudaMemcpyDeviceToDevice, group_.transfers),
+          "cudaMemcpyAsync to a peer");
+  }
+
+  void multiply(int block) {
+    const int rank = group_.rank, size = group_.size;
+    Rows share = shares(block);
+    for (int step = 1; step <= size; ++step) {
+      int owner = (rank + step) % size;
+      int64_t first = blocks_.first(block) + share.first(owner), count = share.count(owner);
+      tiles_.multiply(Tiles::beside, rows_of(o_, tiles_, first, count, staged_));
+      if (owner == rank) continue;
+      follow(group_.transfers, tiles_.stream(Tiles::beside));
+      push(group_.peers->slot(owner, parts_.slot) + place(owner, rank, block), staged_ + tiles_.bytes(first * o_.n),
+           count);
+      group_.tell_arrived(parts_, owner, group_.transfers, block + 1);
+    }
+    group_.mark(block % 2, tiles_.stream(Tiles::beside));
+  }
+
+  void exchange(int block) {
+    const int rank = group_.rank, size = group_.size;
+    Rows share = shares(block);
+    int64_t first = blocks_.first(block) + share.first(rank);
+    char* own = static_cast<char*>(o_.y) + tiles_.bytes(first * o_.n);
+    group_.wait_for_mark(block % 2, stream_);
+    std::vector<const void*> parts(size);
+    for (int from = 0; from < size; ++from) {
+      parts[from] = from == rank ? staged_ + tiles_.bytes(first * o_.n)
+                                 : group_.peers->slot(rank, parts_.slot) + place(rank, from, block);
+      if (from != rank) group_.wait_for_arrival(parts_, from, stream_, block + 1);
+    }
+    add_parts(own, parts.data(), size, o_.bias, share.count(rank), o_.n, o_.type, stream_);
+
+    follow(group_.transfers, stream_);
+    for (int step = 1; step < size; ++step) {
+      int peer = (rank + step) % size;
+      push(group_.peers->slot(peer, sums_.slot) + tiles_.bytes(first * o_.n), own, share.count(rank));
+      group_.tell_arrived(sums_, peer, group_.transfers, block + 1);
+    }
+    for (int step = 1; step < size; ++step) {
+      int from = (rank + step) % size;
+      int64_t at = tiles_.bytes((blocks_.first(block) + share.first(from)) * o_.n);
+      group_.wait_for_arrival(sums_, from, stream_, block + 1);
+      if (share.count(from) == 0) continue;
+      check(cudaMemcpyAsync(static_cast<char*>(o_.y) + at, group_.peers->slot(rank, sums_.slot) + at,
+                            tiles_.bytes(share.count(from) * o_.n), cudaMemcpyDeviceToDevice, stream_),
+            "cudaMemcpyAsync");
+    }
+  }
+
+  Group& group_;
+  const MatmulAllReduce& o_;
+  Tiles& tiles_;
+  Blocks blocks_;
+  cudaStream_t stream_;
+  Group::Use parts_, sums_;
+  char* staged_;
+};
+
+// NCCL's all-reduce of each block, in place. The first rank's part brings the bias.
+void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles, cudaStream_t stream) {
+  Blocks blocks(o);
+  for (int block = 0; block < blocks.count; ++block) {
+    int64_t first = blocks.first(block), count = blocks.first(block + 1) - first;
+    Product product = rows_of(o, tiles, first, count, static_cast<char*>(o.y));
+    if (group.rank == 0) product.bias = o.bias;
+    if (block > 0) product.spared = group.nccl_processors;
+    tiles.multiply(Tiles::beside, product);
+    follow(group.transfers, tiles.stream(Tiles::beside));
+    check(ncclAllReduce(product.y.data, product.y.data, count * o.n, nccl_type(o.type), ncclSum, group.nccl,
+                        group.transfers),
+          "ncclAllReduce");
+  }
+  multiply_wgrad(o, tiles);
+  tiles.join(Tiles::caller, Tiles::beside);
+  follow(stream, group.transfers);
+}
+
+}  // namespace
+
+void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
+  DeviceGuard guard(group.device);
+  Tiles tiles(group, o.type, workspace, stream);
+  if (tier == Tier::p2p) {
+    ByCopies(group, o, tiles, workspace, stream).run();
+  } else {
+    by_nccl(group, o, tiles, stream);
+  }
+}
+
+}  // namespace tpfused
