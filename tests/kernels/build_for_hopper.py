@@ -4,6 +4,8 @@ Triton compiles for whatever its active driver names, and a warm-up compiles wit
 """
 
 import torch
+import triton
+import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
@@ -50,6 +52,11 @@ launch._compiled = Forgetful()
 matmul_hopper.multiprocessors = lambda device: 132
 
 
+@triton.jit
+def note(hook_ptr, row, ROWS: tl.constexpr):
+    tl.atomic_add(hook_ptr + row // ROWS, 1)
+
+
 def main() -> None:
     x, weight, bias = (torch.zeros(shape, dtype=torch.bfloat16) for shape in ((256, 512), (512, 512), (512,)))
     y, sums = torch.zeros(256, 512, dtype=torch.bfloat16), torch.zeros(2, 512)
@@ -60,6 +67,7 @@ def main() -> None:
     hopper(x, weight.T, y[:, :256].contiguous(), bias, silu, True, pre=y.clone())
     hopper(x, weight, y, None, gelu, False, pre=y.clone(), sums=sums)
     tall = torch.zeros(4096, 2560, dtype=torch.bfloat16)  # 20 x 7 tiles: programs share the last ones
+    matmul_hopper.matmul_hopper(x, weight.T, y, bias, 0, False, None, None, note, torch.zeros(2, dtype=torch.int32))
     hopper(tall.T, tall[:, :1792], torch.zeros(2560, 1792, dtype=torch.bfloat16), None, 0, False)
     by_tma = matmul.Tiling(128, 256, 64, 8, 2, 4, 8)
     matmul.matmul(x, weight.T, y, bias=bias, activation=gelu, pre=y.clone(), tiling=by_tma)
@@ -75,7 +83,8 @@ def main() -> None:
     ids = torch.zeros(64, dtype=torch.int64)
     embedding._forward(ids, weight, 0, 600, -1, True)
     embedding._backward(torch.zeros(64, 512, dtype=torch.bfloat16), ids, 512, 0, -1)
-    embedding.accumulate_gradient(torch.zeros(512, 512), ids, torch.zeros(64, 512, dtype=torch.bfloat16))
+    grad = torch.zeros(64, 512, dtype=torch.bfloat16)
+    embedding._sum_rows(torch.zeros(512, 512), ids, grad, 0, -1, accumulate=True)
     gated_act.gated_act_backward(y, None, y[:, :256], True, 1)
     print(*built)
 

@@ -81,6 +81,21 @@ def test_bad_input_is_refused(device):
         (ValueError, r"\(5,\)", {"weight": weight[:, 0]}),
         (ValueError, "meta", {"ids": ids.to("meta")}),
         (ValueError, "rows 10 to 15", {"vocab_start": 10, "vocab_size": 13}),
+        (ValueError, "padding_idx -1", {"padding_idx": -1}),
+        (ValueError, "padding_idx 5", {"padding_idx": 5}),
     ):
         with pytest.raises(error, match=told):
             embedding(**{"ids": ids, "weight": weight} | arguments)
+    dy = torch.ones(1, 4, device=device)
+    for told, arguments in (("float32", (weight, ids.float(), dy)), ("int64", (weight.long(), ids, dy))):
+        with pytest.raises(TypeError, match=told):
+            accumulate_gradient(*arguments)
+
+
+def test_accumulation_compiles_into_one_graph(device):
+    ids, dy = torch.randint(9, (6,), device=device), torch.randn(6, 8, device=device)
+    main_grad, expected = torch.ones(2, 9, 8, device=device).unbind()
+    accumulate_gradient(expected, ids, dy)
+    torch._dynamo.reset()
+    torch.compile(accumulate_gradient, fullgraph=True, backend="aot_eager")(main_grad, ids, dy)
+    assert torch.equal(main_grad, expected)

@@ -60,9 +60,9 @@ def test_equals_its_twin(device, dtypes, activation, backend):
         assert_matches(here, twin(activation), [x, weight, bias], f"{m, k, n}")
         if activation is None:
             assert_matches(here, twin(None), [x, weight], f"no bias {m, k, n}")
-        if activation == "silu" and n % 2 == 0:
-            gated = lambda *a: linear_act(*a, activation="silu", gated=True, backend=backend)  # noqa: E731
-            assert_matches(gated, twin("silu", True), [x, weight, bias], f"gated {m, k, n}")
+        if activation in ("silu", "gelu") and n % 2 == 0:
+            gated = lambda *a: linear_act(*a, activation=activation, gated=True, backend=backend)  # noqa: E731
+            assert_matches(gated, twin(activation, True), [x, weight, bias], f"gated {m, k, n}")
 
 
 @pytest.mark.parametrize("activation", list(ACTIVATIONS))
@@ -165,6 +165,18 @@ def test_the_hook_runs_before_each_tile(device):
     matmul(x, w, y, before_tile=_note, hook=seen, tiling=Tiling(16, 16, 16, 2, 1, 2, 4))
     assert seen.tolist() == [3, 3, 3]
     torch.testing.assert_close(y, x @ w, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU")
+def test_the_hook_runs_before_each_tile_on_hopper():
+    """Where two programs share a tile, once for each of them."""
+    for m, n in ((2048, 2304), (1700, 2832)):  # 16 x 9 and 14 x 12 tiles
+        x, w = torch.randn(m, 512, device="cuda").half(), torch.randn(512, n, device="cuda").half()
+        seen, y = torch.zeros(-(-m // 128), dtype=torch.int32, device="cuda"), x.new_empty(m, n)
+        matmul(x, w, y, before_tile=_note, hook=seen)
+        assert (seen >= -(-n // 256)).all() and (seen <= 2 * -(-n // 256)).all()
+        torch.testing.assert_close(y, x @ w, rtol=2e-3, atol=2e-2)
 
 
 def test_nan_and_infinity_stay(device, dtypes):

@@ -110,3 +110,28 @@ def test_bad_input_is_refused(device):
     ):
         with pytest.raises(error, match=told):
             scale_mask_softmax(**{"scores": scores} | arguments)
+
+
+def test_recomputation_draws_the_same_dropout(device):
+    from torch.utils.checkpoint import checkpoint
+
+    x = torch.randn(1, 2, 5, 40, device=device, requires_grad=True)
+    grad = torch.randn(1, 2, 5, 40, device=device)
+    results = []
+    for again in (False, True):
+        torch.manual_seed(5)
+        call = lambda x: scale_mask_softmax(x, None, 1.0, dropout_p=0.4)  # noqa: E731
+        y = checkpoint(call, x, use_reentrant=False) if again else call(x)
+        results.append((y.detach(), *torch.autograd.grad(y, x, grad)))
+    assert all(map(torch.equal, *results))
+
+
+def test_rows_that_an_additive_mask_leaves_nothing_of(device):
+    x = torch.randn(1, 1, 3, 20, device=device, requires_grad=True)
+    mask = torch.zeros(3, 20, device=device)
+    mask[1] = -float("inf")
+    y = scale_mask_softmax(x, mask)
+    (grad,) = torch.autograd.grad(y.square().sum(), x)
+    assert not y[0, 0, 1].any() and not grad[0, 0, 1].any()
+    torch.testing.assert_close(y[0, 0, ::2], x[0, 0, ::2].softmax(-1))
+    assert scale_mask_softmax(x[..., :0], mask[:, :0]).shape == (1, 1, 3, 0)

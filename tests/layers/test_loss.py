@@ -342,16 +342,32 @@ def test_gradient_is_the_derivative(seed, backend):
 def test_overwrites_the_logits_if_allowed(seed):
     torch.manual_seed(seed)
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    leaf, target = torch.randn(6, 11, device=device, requires_grad=True), torch.randint(11, (6,), device=device)
-    (expected,) = torch.autograd.grad(F.cross_entropy(leaf, target), leaf)
-    for layout in (lambda x: x * 1, strided):  # the second can't be written as it lies
-        logits = layout(leaf)
-        before = logits.detach().clone()
-        loss = vocab_parallel_cross_entropy(logits, target, overwrite_logits=True)
-        (actual,) = torch.autograd.grad(loss, leaf, retain_graph=True)
-        torch.testing.assert_close(actual, expected)
-        torch.testing.assert_close(logits.detach(), expected if layout is not strided else before)
-        with pytest.raises(RuntimeError, match="overwrite_logits"):
-            torch.autograd.grad(loss, leaf)
-    loss = vocab_parallel_cross_entropy(leaf * 1, target, overwrite_logits=True, backend="reference")
-    torch.testing.assert_close(torch.autograd.grad(loss, leaf)[0], expected)
+
+    def loss_of(logits, target, **options):
+        return vocab_parallel_cross_entropy(logits, target, overwrite_logits=True, **options)
+
+    for shape, expanded in (((6, 11), (4, 11)), ((2, 3, 11), (2, 4, 11))):
+        leaf = torch.randn(shape, device=device, requires_grad=True)
+        for layout in (lambda x: x * 1, strided, lambda x, to=expanded: (x.flatten(0, -2)[:1] * 1).expand(to)):
+            logits = layout(leaf)
+            target = torch.randint(11, logits.shape[:-1], device=device)
+            (expected,) = torch.autograd.grad(F.cross_entropy(logits.flatten(0, -2), target.flatten()), logits)
+            (through,) = torch.autograd.grad(layout(leaf), leaf, expected)
+            before = logits.detach().clone()
+            loss = loss_of(logits, target)
+            (actual,) = torch.autograd.grad(loss, leaf, retain_graph=True)
+            torch.testing.assert_close(actual, through)
+            # What can't be written as it lies is left as it is.
+            written = logits.is_contiguous()
+            torch.testing.assert_close(logits.detach(), expected if written else before)
+            with pytest.raises(RuntimeError, match="overwrite_logits"):
+                torch.autograd.grad(loss, leaf)
+
+    logits = leaf * 1
+    other = logits.square().sum()  # which has saved the logits
+    target = torch.zeros(shape[:-1], dtype=torch.int64, device=device)
+    torch.autograd.grad(loss_of(logits, target), logits, retain_graph=True)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        torch.autograd.grad(other, leaf)
+    with pytest.raises(ValueError, match="leaf"):
+        loss_of(leaf, target)

@@ -49,7 +49,8 @@ def select(options: Mapping[str, Any]) -> list[Case]:
     if options["case"]:
         chosen = [case for case in chosen if options["case"] in case.name]
         if not chosen:
-            raise UserError(f"no case has {options['case']!r} in its name: --list shows them")
+            quick = "quick " if options["quick"] else ""
+            raise UserError(f"no {quick}case has {options['case']!r} in its name: --list shows them")
     return chosen
 
 

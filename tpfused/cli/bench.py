@@ -20,8 +20,9 @@ examples:
 
 KERNELS = """\
 Times each kernel beside plain PyTorch, torch.compile and, where it is
-installed, Liger, on one GPU, and compares it with what no kernel can beat: a
-copy of the bytes that it must move, or its bare matmuls.
+installed (pip install liger-kernel), Liger, on one GPU, and compares it with a
+floor: a copy of the bytes that it must move, its bare matmuls or, for the
+embedding's backward, zero-filling its gradient.
 
 All variants of a case are CUDA graphs, replayed in turn in each round: a ratio
 is of one round, its median and interquartile range (IQR) are over all rounds.
@@ -45,8 +46,8 @@ examples:
   tpfused bench kernels --eager-time       also what a program waits that uses
                                            no CUDA graph
 
-The ratio is time over floor: 1.00 cannot be beaten, 2.00 takes twice as long.
-Cases that fit the L2 cache can, since the floor is that of memory.
+The ratio is time over floor: 2.00 takes twice as long. Less than 1.00 is for
+what fits the L2 cache, or reads more than it writes.
 "extra MiB" is the most memory that one call holds, its result included.
 
 Exit codes: 0 done; 1 a variant was wrong, or ours failed; 2 something in the

@@ -18,7 +18,17 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from tpfused.kernels.launch import INTERPRET, block_of, cdiv, compute_type, launch, on_device_of, register, unit_stride
+from tpfused.kernels.launch import (
+    INTERPRET,
+    block_of,
+    capability,
+    cdiv,
+    compute_type,
+    launch,
+    on_device_of,
+    register,
+    unit_stride,
+)
 
 DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 BLOCK = 8192  # logits a program holds at a time
@@ -131,8 +141,10 @@ def _backward_kernel(
 
 
 def supports(logits: Tensor) -> bool:
-    """Whether the kernels can run on them: Triton's run on CUDA, or anywhere under ``TRITON_INTERPRET=1``."""
-    return logits.dtype in DTYPES and (logits.is_cuda or (INTERPRET and logits.device.type == "cpu"))
+    """Whether the kernels can run on them: on CUDA from Ampere on, or on the CPU under ``TRITON_INTERPRET=1``."""
+    if logits.dtype not in DTYPES:
+        return False
+    return capability(logits.device) >= (8, 0) if logits.is_cuda else INTERPRET and logits.device.type == "cpu"
 
 
 def _three_dimensional(logits: Tensor) -> Tensor:
@@ -206,12 +218,23 @@ def _backward(
 
 
 def backward_in_place(logits: Tensor, *arguments) -> Tensor:
-    """`backward`, over the logits where they can be written as they lie."""
+    """`backward`, over the logits where each has memory of its own that can be written as it lies."""
     x = _three_dimensional(logits)
-    if x.data_ptr() != logits.data_ptr():  # a copy
+    if x.data_ptr() != logits.data_ptr() or _overlaps(logits):  # a copy; expanded
         return _backward(logits, *arguments)
     _write_gradient(x, x, *arguments)
+    torch.autograd.graph.increment_version(logits)  # whoever else has saved them is refused, not misled
     return logits
+
+
+def _overlaps(x: Tensor) -> bool:
+    """Whether two entries may share memory."""
+    reach = 0
+    for stride, size in sorted((stride, size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1):
+        if stride <= reach:
+            return True
+        reach += stride * (size - 1)
+    return False
 
 
 def _write_gradient(

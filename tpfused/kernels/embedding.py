@@ -19,6 +19,7 @@ from tpfused.kernels.launch import (
     block_of,
     cdiv,
     compute_type,
+    is_floating,
     launch,
     needs_kernel_device,
     on_device_of,
@@ -183,12 +184,13 @@ def embedding(
         ``[..., features]``, of the weight's dtype.
 
     Raises:
-        ValueError: tensors on different devices, a weight that is not two-dimensional, a shard outside the vocabulary.
+        ValueError: tensors on different devices, a weight that is not two-dimensional, a shard or `padding_idx` outside
+            the vocabulary.
         TypeError: ids that are not integers.
     """
     if ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be int64 or int32, not {ids.dtype}")
-    if weight.ndim != 2 or not weight.is_floating_point():
+    if weight.ndim != 2 or not is_floating(weight):
         raise ValueError(f"weight must be floating-point [rows, features], not {weight.dtype} {tuple(weight.shape)}")
     if ids.device != weight.device:
         raise ValueError(f"the ids are on {ids.device}, the weight on {weight.device}")
@@ -196,6 +198,8 @@ def embedding(
     vocab_size = end if vocab_size is None else vocab_size
     if not 0 <= vocab_start <= end <= vocab_size:
         raise ValueError(f"rows {vocab_start} to {end} are not part of a vocabulary of {vocab_size}")
+    if padding_idx is not None and not 0 <= padding_idx < vocab_size:
+        raise ValueError(f"padding_idx {padding_idx} is not in a vocabulary of {vocab_size}")
     needs_kernel_device(weight, "embedding")
     padding_row = -1 if padding_idx is None else padding_idx - vocab_start
     return _embedding(ids, weight, vocab_start, vocab_size, padding_row, check)
@@ -209,7 +213,12 @@ def accumulate_gradient(
 
     Raises:
         ValueError: shapes or devices that do not fit, a `main_grad` whose rows are not contiguous.
+        TypeError: ids that are not integers, a gradient that is not floating.
     """
+    if ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"ids must be int64 or int32, not {ids.dtype}")
+    if not (is_floating(main_grad) and is_floating(dy)):
+        raise TypeError(f"main_grad and dy must be floating-point, not {main_grad.dtype} and {dy.dtype}")
     if main_grad.ndim != 2 or main_grad.stride(1) != 1 or dy.shape != (*ids.shape, main_grad.shape[1]):
         raise ValueError(
             f"main_grad {tuple(main_grad.shape)} of strides {main_grad.stride()} does not fit ids {tuple(ids.shape)} "
@@ -217,8 +226,19 @@ def accumulate_gradient(
         )
     if not main_grad.device == ids.device == dy.device:
         raise ValueError(f"main_grad is on {main_grad.device}, the ids on {ids.device}, dy on {dy.device}")
+    needs_kernel_device(main_grad, "accumulate_gradient")
     padding_row = -1 if padding_idx is None else padding_idx - vocab_start
+    _accumulate(main_grad, ids, dy, vocab_start, padding_row)
+
+
+@torch.library.custom_op("tpfused::embedding_accumulate", mutates_args=("main_grad",))
+def _accumulate(main_grad: Tensor, ids: Tensor, dy: Tensor, vocab_start: int, padding_row: int) -> None:
     _sum_rows(main_grad, ids, dy, vocab_start, padding_row, accumulate=True)
+
+
+@_accumulate.register_fake
+def _(main_grad, ids, dy, vocab_start, padding_row):
+    return None
 
 
 def _sum_rows(grad: Tensor, ids: Tensor, dy: Tensor, vocab_start: int, padding_row: int, *, accumulate: bool) -> None:

@@ -20,6 +20,7 @@ from tpfused.kernels.launch import (
     block_of,
     cdiv,
     compute_type,
+    is_floating,
     is_half,
     launch,
     needs_kernel_device,
@@ -101,7 +102,7 @@ def gated_act(gate_up: Tensor, up: Tensor | None = None, *, activation: str = "s
     """
     if activation not in ACTIVATIONS or activation is None:
         raise ValueError(f"activation must be one of {[name for name in ACTIVATIONS if name]}, not {activation!r}")
-    if not gate_up.is_floating_point():
+    if not is_floating(gate_up):
         raise TypeError(f"gated_act needs a floating-point tensor, not {gate_up.dtype}")
     if gate_up.ndim == 0 or (up is None and gate_up.shape[-1] % 2):
         raise ValueError(f"gate and up together need an even last dimension, not shape {tuple(gate_up.shape)}")

@@ -115,6 +115,11 @@ def needs_kernel_device(x: Tensor, what: str) -> None:
         raise ValueError(f"{what}: the Triton kernel needs a CUDA tensor, not one on {x.device}")
 
 
+def is_floating(x: Tensor) -> bool:
+    """Of a dtype that the kernels compute in: 16, 32 or 64 bits."""
+    return x.is_floating_point() and x.dtype.itemsize >= 2
+
+
 def block_of(size: int, limit: int) -> int:
     """The power of two that covers `size`, from 16 to `limit`."""
     return min(limit, max(16, 1 << (size - 1).bit_length()))

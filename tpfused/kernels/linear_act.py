@@ -27,6 +27,7 @@ from tpfused.kernels.launch import (
     autocast_to,
     cdiv,
     compute_type,
+    is_floating,
     is_half,
     launch,
     needs_kernel_device,
@@ -115,6 +116,8 @@ def dgrad_act(dy: Tensor, weight: Tensor, pre: Tensor, activation: str | None) -
     if dy.ndim != 2 or weight.ndim != 2 or shapes[2] != (shapes[0][0], shapes[1][1]) or shapes[0][1] != shapes[1][0]:
         raise ValueError(f"dy {shapes[0]}, weight {shapes[1]} and pre {shapes[2]} are not [M, K], [K, N] and [M, N]")
     _check(dy, weight.T, None, activation, False, None)
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (dy, weight, pre)):
+        raise ValueError("dgrad_act is a backward pass, which can't be differentiated: call it under torch.no_grad()")
     if pre.dtype != dy.dtype or pre.device != dy.device:
         raise ValueError(f"pre is {pre.dtype} on {pre.device}, dy {dy.dtype} on {dy.device}")
     return _dgrad_act(dy, weight, pre, ACTIVATIONS[activation])
@@ -125,7 +128,7 @@ def _check(
 ) -> None:
     if activation not in ACTIVATIONS:
         raise ValueError(f"activation must be one of {list(ACTIVATIONS)}, not {activation!r}")
-    if not x.is_floating_point():
+    if not is_floating(x):
         raise TypeError(f"x must be floating-point, not {x.dtype}")
     if weight.ndim != 2 or x.ndim == 0 or x.shape[-1] != weight.shape[1]:
         raise ValueError(f"x of shape {tuple(x.shape)} does not fit a weight of shape {tuple(weight.shape)}")

@@ -20,6 +20,7 @@ from tpfused.kernels.launch import (
     block_of,
     cdiv,
     compute_type,
+    is_floating,
     launch,
     needs_kernel_device,
     on_device_of,
@@ -274,7 +275,7 @@ def scale_mask_softmax(
 def _check(scores: Tensor, mask: Tensor | None, causal: bool | str, dropout_p: float) -> None:
     if scores.ndim != 4:
         raise ValueError(f"scores must be [batch, heads, queries, keys], not of shape {tuple(scores.shape)}")
-    if not scores.is_floating_point():
+    if not is_floating(scores):
         raise TypeError(f"scores must be floating-point, not {scores.dtype}")
     if causal not in CAUSAL:
         raise ValueError(f"causal must be False, True, 'top_left' or 'bottom_right', not {causal!r}")
@@ -301,6 +302,8 @@ def _launch(kernel, x: Tensor, mask: Tensor | None, seed, scale, causal, dropout
     batch, heads, queries, keys = x.shape
     broadcast, mask_strides = mask, (0, 0, 0, 0)
     if mask is not None:
+        if mask.stride(-1) * mask.shape[-1] >= 2**31:
+            mask = mask.contiguous()  # offsets along a row are of 32 bits
         broadcast = mask.expand(x.shape)
         mask_strides = broadcast.stride()
     bool_mask = mask is not None and mask.dtype == torch.bool

@@ -63,11 +63,13 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError: logits of the wrong width (gathered ones, say), shapes that do not match, a label outside the
         vocabulary.
-        TypeError: labels that are not int64, logits that are not floating.
+        TypeError: labels that are not int64, logits that are not floating or of 8 bits.
     """
     checks.check_backend(backend)
     group = resolve_group(group)
     vocab_size = _check_arguments(logits, target, vocab_size, ignore_index, label_smoothing, reduction, group)
+    if overwrite_logits and logits.is_leaf and logits.requires_grad:
+        raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
     check_labels(target, vocab_size, check, ignore_index)
     if backend is None and kernels is not None and kernels.supports(logits):
@@ -137,8 +139,8 @@ def _check_arguments(
     for what, value in (("vocab_size", vocab_size), ("ignore_index", ignore_index)):
         if not isinstance(value, int) and (what, value) != ("vocab_size", None):
             raise TypeError(f"{what} must be an integer, not {value!r}")
-    if not logits.is_floating_point():
-        raise TypeError(f"logits must be floating-point, not {logits.dtype}")
+    if not logits.is_floating_point() or logits.dtype.itemsize < 2:
+        raise TypeError(f"logits must be floating-point of at least 16 bits, not {logits.dtype}")
     if target.dtype != torch.int64:
         raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
     if logits.device != target.device:

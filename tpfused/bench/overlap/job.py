@@ -51,7 +51,8 @@ def select(options: Mapping[str, Any]) -> list[Case]:
     if options["case"]:
         cases = [case for case in cases if options["case"] in case.name]
         if not cases:
-            raise UserError(f"no case has {options['case']!r} in its name: --list shows them")
+            quick = "quick " if options["quick"] else ""
+            raise UserError(f"no {quick}case has {options['case']!r} in its name: --list shows them")
     return cases
 
 
