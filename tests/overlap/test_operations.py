@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.compare import Block, compare, refuses
 from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
+from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfused.overlap.tiers import tier
 from tpfused.reference import activate
@@ -96,6 +97,30 @@ def check_matmul_reduce_scatter(ctx, tp, seed):
                 torch.testing.assert_close(mine["bias"].grad.double(), own, rtol=2e-2, atol=2e-2)
 
 
+def check_matmul_all_reduce(ctx, tp, seed):
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    for (name, dtype), (tokens, batch, k, n) in product(tiers_and_dtypes(ctx), sizes(ctx, tp)):
+        x, weight = block.randn(tokens, batch, k, dtype=dtype), block.randn(n, k, dtype=dtype) * k**-0.5
+        bias, grad = block.randn(n, dtype=dtype), block.randn(tokens, batch, n, dtype=dtype)
+        mine = {"x": block.own(x, -1), "weight": block.own(weight, 1), "bias": bias}
+        mine = {key: value.detach().clone().requires_grad_() for key, value in mine.items()}
+        poison(ctx, grad)
+        with tier(name if tp > 1 else "reference"):
+            out = matmul_all_reduce(*mine.values(), **block.place)
+            poison(ctx, grad)
+            out.backward(grad)
+        actual = {"out": out.detach()} | {key: value.grad for key, value in mine.items()}
+        parts = {"out": None, "x": -1, "weight": 1, "bias": None}
+        inputs = {"x": x, "weight": weight, "bias": bias}
+        what = f"{name} {dtype} {tokens, batch, k, n}"
+
+        def dense(x, weight, bias):
+            return F.linear(x, weight, bias)
+
+        compare(actual, dense, inputs, grad, lambda key, v, parts=parts: block.own(v, parts[key]), what, chain=True)
+
+
 def check_refusals(ctx, tp):
     block = Block(ctx, tp, "group", 0)
     x, weight = torch.ones(4, 6, device=ctx.device), torch.ones(5, 6, device=ctx.device)
@@ -119,6 +144,10 @@ def test_all_gather_matmul(workers, tp, seed):
 
 def test_matmul_reduce_scatter(workers, tp, seed):
     workers.run(check_matmul_reduce_scatter, tp, seed)
+
+
+def test_matmul_all_reduce(workers, tp, seed):
+    workers.run(check_matmul_all_reduce, tp, seed)
 
 
 def test_refusals(workers, tp):

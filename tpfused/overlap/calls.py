@@ -11,6 +11,7 @@ from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator
 from tpfused.overlap.tiers import TIERS
 from tpfused.sharding import padded_shard_size
 
+ALL_REDUCE_BLOCKS = 4  # of rows, at most
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 
 
@@ -57,15 +58,18 @@ class Link:
     communicator: Communicator
     tier: str
 
-    def run(
-        self, operation: str, x: Tensor, rows: Rows, k: int, n: int, staged: int, received: int, *arguments
-    ) -> None:
-        """Call the extension; `staged` and `received` are entries of x's dtype, the second of all ranks' rows."""
+    @property
+    def by_nccl(self) -> bool:
+        return self.tier == "nccl"
+
+    def run(self, operation: str, x: Tensor, rows: Rows, k: int, n: int, slot: int, staged: int, *arguments) -> None:
+        """Call the extension. In entries of x's dtype: `slot` of memory that peers write (not by NCCL), and `staged` of
+        this rank's own."""
         c = self.communicator
         bytes_ = x.element_size()
-        if self.tier == "p2p":
-            c.reserve(received * bytes_)
-        size = WORKSPACE + (staged + 2 * received * (self.tier == "nccl")) * bytes_ + 4096
+        if not self.by_nccl:
+            c.reserve(slot * bytes_)
+        size = WORKSPACE + staged * bytes_ + 4096
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
         kind = TF32 if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[x.dtype]
         getattr(c.module, operation)(
@@ -79,10 +83,11 @@ def all_gather_matmul(
 ) -> tuple[Tensor, Tensor | None]:
     """-> ``activation(gathered x @ weight.T + bias)``, and what the activation is of, for GELU_TANH."""
     n, k = weight.shape
+    slot = rows.padded(link.communicator.size) * k
     y = x.new_empty(rows.total, n)
     pre = torch.empty_like(y) if keeps_pre else None
     link.run(
-        "all_gather_matmul", x, rows, k, n, 0, rows.padded(link.communicator.size) * k,
+        "all_gather_matmul", x, rows, k, n, slot, link.by_nccl * slot,
         x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), activation,
         _address(bias), _address(pre), 0,
     )  # fmt: skip
@@ -91,10 +96,22 @@ def all_gather_matmul(
 
 def matmul_reduce_scatter(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, own: int) -> Tensor:
     n, k = weight.shape
+    slot = rows.padded(link.communicator.size) * n
     y = x.new_empty(own, n)
     link.run(
-        "matmul_reduce_scatter", x, rows, k, n, rows.total * n, rows.padded(link.communicator.size) * n,
+        "matmul_reduce_scatter", x, rows, k, n, slot, rows.total * n + link.by_nccl * slot,
         x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), _address(bias),
+    )  # fmt: skip
+    return y
+
+
+def matmul_all_reduce(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+    n, k = weight.shape
+    y = x.new_empty(rows.total, n)
+    slot = (rows.total + ALL_REDUCE_BLOCKS * link.communicator.size) * n  # shares of each block are rounded up
+    link.run(
+        "matmul_all_reduce", x, rows, k, n, slot, (not link.by_nccl) * rows.total * n,
+        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), _address(bias), 0, 0, 0,
     )  # fmt: skip
     return y
 
@@ -104,10 +121,11 @@ def column_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """-> the gradients of x (own rows) and of the weight."""
     n, k = weight.shape
+    slot = rows.padded(link.communicator.size) * k
     dx = torch.empty_like(x) if needs_x else None
     dweight = weight.new_empty(n, k) if needs_weight else None
     link.run(
-        "column_backward", dpre, rows, k, n, rows.total * k, rows.padded(link.communicator.size) * k,
+        "column_backward", dpre, rows, k, n, slot, rows.total * k + link.by_nccl * 2 * slot,
         dpre.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
         needs_x, needs_weight,
     )  # fmt: skip
@@ -119,10 +137,11 @@ def row_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """-> the gradients of x (all rows) and of the weight."""
     n, k = weight.shape
+    slot = rows.padded(link.communicator.size) * n
     dx = torch.empty_like(x) if needs_x else None
     dweight = weight.new_empty(n, k) if needs_weight else None
     link.run(
-        "row_backward", dy, rows, k, n, 0, rows.padded(link.communicator.size) * n,
+        "row_backward", dy, rows, k, n, slot, link.by_nccl * slot,
         dy.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
         needs_x, needs_weight,
     )  # fmt: skip
