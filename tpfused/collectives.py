@@ -27,8 +27,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
+from tpfused.autograd import once_differentiable
 from tpfused.group import TPGroup
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 

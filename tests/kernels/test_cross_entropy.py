@@ -51,14 +51,25 @@ def test_logits_far_from_zero(device):
     target = torch.randint(50, (4,), device=device)
     ones = torch.ones(4, device=device)
 
-    def dense(x):
-        x = x.requires_grad_()
-        loss = reference.cross_entropy(x, target, reduction="none")
-        return loss.detach(), *torch.autograd.grad(loss, x, ones.to(x.dtype))
+    for smoothing in (0.0, 0.1, 1.0):
 
-    results = parallel(logits, target, ones, 0.0, 0.0), dense(logits.double()), dense(logits.clone())
-    for what, actual, exact, eager in zip(("loss", "gradient"), *results, strict=True):
-        assert_within(actual, exact, eager, what)
+        def dense(x, smoothing=smoothing):
+            x = x.requires_grad_()
+            loss = reference.cross_entropy(x, target, label_smoothing=smoothing, reduction="none")
+            return loss.detach(), *torch.autograd.grad(loss, x, ones.to(x.dtype))
+
+        results = parallel(logits, target, ones, smoothing, 0.0), dense(logits.double()), dense(logits.clone())
+        for what, actual, exact, eager in zip(("loss", "gradient"), *results, strict=True):
+            assert_within(actual, exact, eager, f"{what} {smoothing}")
+
+
+def test_logits_of_overlapping_memory(device):
+    """A gradient has memory of its own, and all of it is written."""
+    logits = torch.randn(2, 10, device=device).unfold(1, 8, 1)  # [2, 3, 8]
+    target = torch.randint(8, (2, 3), device=device)
+    actual = parallel(logits, target, torch.ones(2, 3, device=device), 0.0, 0.0)
+    expected = parallel(logits.contiguous(), target, torch.ones(2, 3, device=device), 0.0, 0.0)
+    assert all(map(torch.equal, actual, expected))
 
 
 def test_labels_outside_the_vocabulary_give_nan(device):

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tests.kernels.compare import assert_matches
+from tests.kernels.compare import assert_matches, assert_within
 from tpfused import reference
 from tpfused.kernels import gated_act as module
 from tpfused.kernels.gated_act import gated_act
@@ -52,3 +52,24 @@ def test_bad_input_is_refused(device):
     ):
         with pytest.raises(error, match=told):
             gated_act(**{"gate_up": x} | arguments)
+
+
+def test_halves_that_lie_in_one_piece(device):
+    """Their gradients do not."""
+    for x in (torch.randn(2, 5, device=device).T, torch.randn(1, 5, 1, device=device).expand(1, 5, 2)):
+        assert_matches(
+            lambda x: gated_act(x, packed=False),
+            lambda x: torch.nn.functional.silu(x[..., :1]) * x[..., 1:],
+            [x],
+        )
+
+
+def test_far_out_in_the_tails(device):
+    x = torch.tensor([[-12.0, 60000.0], [-40.0, 1000.0], [12.0, 2.0]], device=device, dtype=torch.float16)
+    for activation in ("gelu", "gelu_tanh", "silu"):
+        exact = reference.gated_act(x.double(), activation)
+        assert_within(
+            gated_act(x, activation=activation), exact, reference.gated_act(x, activation), activation, dim=-1
+        )
+        infinite = torch.tensor([-float("inf"), 1.0], device=device, dtype=torch.float16)
+        assert not gated_act(infinite, activation=activation).isfinite()  # a gradient scaler must see it

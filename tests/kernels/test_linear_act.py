@@ -210,6 +210,26 @@ def test_autocast_is_that_of_a_linear_layer(device, backend):
     torch.testing.assert_close(y, torch.nn.functional.gelu(expected), rtol=2e-2, atol=2e-2)
 
 
+def test_a_second_derivative_is_refused(device):
+    x, weight, bias = (t.requires_grad_() for t in operands(4, 6, 8, device, torch.float32))
+    (grad,) = torch.autograd.grad(linear_act(x, weight, bias, "silu").sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiated once"):
+        (grad.square().sum() + linear_act(x, weight, bias, "silu").sum()).backward()
+
+
+def test_autocast_leaves_what_is_not_floating(device):
+    weight = torch.randn(6, 8, device=device)
+    with torch.autocast(device.type, dtype=torch.float16):
+        for x in (
+            torch.ones(4, 8, device=device, dtype=torch.int64),
+            torch.ones(4, 8, device=device).to(torch.complex64),
+        ):
+            with pytest.raises(TypeError, match="floating"):
+                linear_act(x, weight)
+    with pytest.raises(ValueError, match="meta"):
+        linear_act(torch.ones(4, 8, device="meta"), weight.to("meta"))
+
+
 def test_bad_input_is_refused(device):
     x, weight, bias = operands(4, 6, 8, device, torch.float32)
     good = {"x": x, "weight": weight, "bias": bias, "activation": "gelu"}

@@ -93,7 +93,7 @@ def act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> t
     if dy.numel() == 0:
         return dpre, total.zero_()
     if activation or with_sums:
-        dy = unit_stride(dy)
+        dy, pre = unit_stride(dy), pre.contiguous()
         sums = finished = dy
         if with_sums:
             sums = torch.empty(parts, n, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)

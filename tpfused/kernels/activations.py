@@ -4,12 +4,12 @@ With `HALF`, for a result that is rounded to 16 bits, each takes one exponential
 special-function unit gives a sixteenth of the multiply-adds' rate, so that an exponential and a division, or an erf,
 would cost a matmul's epilogue more than everything else in it. All three smooth activations are
 
-    act(x) = max(x, 0) - |x| q(|x|),   q(a) = 1 - Phi(a), or 1 - sigmoid(..),
+    act(x) = x - |x| q(|x|) for x > 0, else x q(|x|),   q(a) = 1 - Phi(a), or 1 - sigmoid(..),
 
 and q falls from 1/2 to 0: ``q(a) = 2^P(a)`` with a polynomial P keeps the relative error of the left tail small, where
-``1 + tanh`` and ``1 + erf`` cancel. The coefficients are minimax fits of ``log2 q`` on the interval to which `a` is
-clamped (of ``1 / (1 + e)`` for silu, which has a long tail); the largest relative errors of q are 2.5e-4 (erf), 4.2e-4
-(tanh) and 3.0e-4 (silu), below half of float16's spacing.
+``1 + tanh`` and ``1 + erf`` cancel. The coefficients are minimax fits of ``log2 q`` up to 5.5 (erf) and 5 (tanh), where
+q is below 5e-8 (of ``1 / (1 + e)`` for silu, which has a long tail); the largest relative errors of q are 2.5e-4 (erf),
+4.2e-4 (tanh) and 3.0e-4 (silu), below half of float16's spacing. NaN stays, and of minus infinity nothing finite comes.
 """
 
 import triton
@@ -25,9 +25,10 @@ _INV_SQRT_2PI = tl.constexpr(0.3989422804014327)
 # cannot run. For very negative x the exponential is infinite, and 1 / inf is the right 0.
 _TWO_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
 _CUBIC = tl.constexpr(0.044715)
-# Where the left tails end: both q are below 5e-8 there.
-_ERF_END = tl.constexpr(5.5)
-_TANH_END = tl.constexpr(5.0)
+# Beyond these q is zero or (tanh) below 1e-27; the exponent of the second grows again after 11.
+_ERF_END = tl.constexpr(16.0)
+_TANH_END = tl.constexpr(10.0)
+_SILU_END = tl.constexpr(100.0)
 
 
 @triton.jit
@@ -50,6 +51,7 @@ def _tail(x, ACT: tl.constexpr):
         p = p * a - 1.1420256
         q = exp2(p * a - 1.0006002)
     else:
+        a = tl.minimum(a, _SILU_END)
         e = exp2(a * -LOG2E)
         p = e * 0.15224272 - 0.53285313
         p = p * e + 0.86589098
@@ -63,18 +65,14 @@ def _activate_and_derive_half(x, ACT: tl.constexpr):
     a, q = _tail(x, ACT)
     cdf = tl.where(x > 0, 1.0 - q, q)
     signed = tl.where(x > 0, a, -a)
-    tail = a * q
     if ACT == 1:
         slope = cdf + signed * exp2(a * a * (-0.5 * LOG2E) - 1.3257481)  # 2^-1.3257481 = 1 / sqrt(2 pi)
     elif ACT == 2:
         slope = cdf + signed * (q - q * q) * (a * a * (3.0 * _CUBIC * _TWO_SQRT_2_OVER_PI) + _TWO_SQRT_2_OVER_PI)
     else:
-        # silu's a is not clamped: where it is infinite, infinity times zero would be NaN.
-        tail = tl.where(q > 0, tail, 0.0)
-        slope = cdf + tl.where(q > 0, signed * (q - q * q), 0.0)
+        slope = cdf + signed * (q - q * q)
     # Here, and in relu below, NaN stays NaN.
-    value = tl.maximum(x, 0.0, propagate_nan=tl.PropagateNan.ALL) - tail
-    return value, tl.where(x == x, slope, x)
+    return tl.where(x > 0, x - a * q, x * q), tl.where(x == x, slope, x)
 
 
 @triton.jit

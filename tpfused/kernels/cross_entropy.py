@@ -53,26 +53,29 @@ def _statistics_kernel(
 
     top = tl.full((), -float("inf"), COMPUTE)
     exp_sum = tl.zeros((), COMPUTE)
-    logit_sum = tl.zeros((), COMPUTE)
+    below = tl.zeros((), COMPUTE)
     for start in range(begin, end, BLOCK):
         at = start + tl.arange(0, BLOCK)
         x = tl.load(logits_row + at, mask=at < end, other=-float("inf")).to(COMPUTE)
         new_top = tl.maximum(top, tl.max(x, axis=0))
         finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)
         exp_sum = exp_sum * tl.exp(top - finite_top) + tl.sum(tl.exp(x - finite_top), axis=0)
-        top = new_top
         if WITH_SUM:
-            logit_sum += tl.sum(tl.where(at < end, x, 0.0), axis=0)
+            # Below the maximum: their raw sum would lose the digits in which they differ.
+            below += tl.where(start > begin, (start - begin) * (top - finite_top), 0.0)
+            below += tl.sum(tl.where(at < end, x - finite_top, 0.0), axis=0)
+        top = new_top
 
     target = tl.load(target_ptr + row).to(tl.int64) - vocab_start
     own = tl.zeros((), COMPUTE)
     if (target >= begin) & (target < end):
         own = tl.load(logits_row + target).to(COMPUTE)
-    out = stats_ptr + part * 4 * tokens + row
+    out = stats_ptr + part * 5 * tokens + row
     tl.store(out, top)
     tl.store(out + tokens, exp_sum)
     tl.store(out + 2 * tokens, own)
-    tl.store(out + 3 * tokens, logit_sum)
+    tl.store(out + 3 * tokens, below)
+    tl.store(out + 4 * tokens, tl.maximum(end - begin, 0).to(COMPUTE))
 
 
 @triton.jit
@@ -86,25 +89,26 @@ def _loss_kernel(
     inside = token < tokens
     top = tl.full((BLOCK,), -float("inf"), COMPUTE)
     for part in range(parts):
-        top = tl.maximum(top, tl.load(stats_ptr + part * 4 * tokens + token, mask=inside, other=0.0))
+        top = tl.maximum(top, tl.load(stats_ptr + part * 5 * tokens + token, mask=inside, other=0.0))
     finite_top = tl.where(top == -float("inf"), 0.0, top)
     exp_sum = tl.zeros((BLOCK,), COMPUTE)
     target_logit = tl.zeros((BLOCK,), COMPUTE)
-    logit_sum = tl.zeros((BLOCK,), COMPUTE)
+    below = tl.zeros((BLOCK,), COMPUTE)
     for part in range(parts):
-        at = stats_ptr + part * 4 * tokens + token
-        exp_sum += tl.load(at + tokens, mask=inside, other=0.0) * tl.exp(
-            tl.load(at, mask=inside, other=0.0) - finite_top
-        )
+        at = stats_ptr + part * 5 * tokens + token
+        part_top = tl.load(at, mask=inside, other=0.0)
+        exp_sum += tl.load(at + tokens, mask=inside, other=0.0) * tl.exp(part_top - finite_top)
         target_logit += tl.load(at + 2 * tokens, mask=inside, other=0.0)
-        logit_sum += tl.load(at + 3 * tokens, mask=inside, other=0.0)
+        count = tl.load(at + 4 * tokens, mask=inside, other=0.0)
+        below += tl.load(at + 3 * tokens, mask=inside, other=0.0)
+        below += tl.where(count > 0, count * (part_top - finite_top), 0.0)
     log_sum = tl.log(exp_sum)
     log_z = top + log_sum
     target = tl.load(target_ptr + token, mask=inside, other=0)
     # The maximum less the target's logit is exact, or nearly, where log_z has lost the digits of log_sum.
     loss = (1.0 - smoothing) * (log_sum + (top - target_logit)) + z_loss * log_z * log_z
     if smoothing != 0:
-        loss += smoothing * (log_z - logit_sum / vocab_size)
+        loss += smoothing * (log_sum - below / vocab_size)
     loss = tl.where((target >= 0) & (target < vocab_size), loss, float("nan"))
     loss = tl.where(target == ignore_index, 0.0, loss)
     tl.store(loss_ptr + token, loss, mask=inside)
@@ -155,7 +159,8 @@ def _three_dimensional(logits: Tensor) -> Tensor:
 
 
 def _statistics(logits: Tensor, target: Tensor, vocab_start: int, with_sum: bool, widest: int | None = None) -> Tensor:
-    """-> ``[parts, 4, tokens]``: maximum, sum of exponentials, target's logit or 0, sum of logits or 0.
+    """-> ``[parts, 5, tokens]``: maximum, sum of exponentials, target's logit or 0, sum of the logits below the maximum
+    or 0, number of logits.
 
     `logits` is ``[..., width]``, ids `vocab_start` and following; `target` int64 ``[...]``. In float32 (float64).
     `widest` is the width of the widest rank's shard, None for this one's: the number of parts follows from it, and so
@@ -268,12 +273,12 @@ def _new_statistics(logits: Tensor, target: Tensor, widest: int | None) -> Tenso
     tokens = target.numel()
     widest = logits.shape[-1] if widest is None else widest
     parts = max(1, min(cdiv(widest, BLOCK), ENOUGH_PROGRAMS // max(1, tokens)))
-    return logits.new_empty(parts, 4, tokens, dtype=torch.promote_types(logits.dtype, torch.float32))
+    return logits.new_empty(parts, 5, tokens, dtype=torch.promote_types(logits.dtype, torch.float32))
 
 
 def _new_gradient(logits: Tensor) -> Tensor:
     """Laid out as the logits where the kernel can write so."""
-    keeps_layout = logits.ndim == 3 and logits.stride(-1) == 1
+    keeps_layout = logits.ndim == 3 and logits.stride(-1) == 1 and not _overlaps(logits)
     return torch.empty_like(logits, memory_format=torch.preserve_format if keeps_layout else torch.contiguous_format)
 
 

@@ -161,7 +161,8 @@ def gated_act_backward(
         return dgate, dup
     in_halves = up is None and not packed
     out, out_up = _parts(dgate, dup if up is not None else None, packed)
-    gate, up, dy = rows_of(*_parts(gate, up, packed), dy)
+    # The halves' gradients are strided, however the halves lie.
+    gate, up, dy = rows_of(*_parts(gate, up, packed), dy, one_row=not in_halves)
     packed = up is None
     features = dy.shape[1]
     block, blocks = _blocks(features, PACKED_BACKWARD_BLOCK if packed else BLOCK)

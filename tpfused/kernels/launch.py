@@ -11,6 +11,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from tpfused.autograd import once_differentiable
+
 
 def register(
     name: str,
@@ -40,7 +42,7 @@ def register(
 
         methods = {
             "forward": staticmethod(forward_and_save),
-            "backward": staticmethod(torch.autograd.function.once_differentiable(gradient)),
+            "backward": staticmethod(once_differentiable(gradient)),
         }
         eager = type(name, (torch.autograd.Function,), methods).apply
 
@@ -83,6 +85,8 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
             key.append((x.dtype, x.data_ptr() % 16 == 0))
         elif kind is float or x is None:
             key.append(kind)
+        elif isinstance(x, Tensor):  # of a subclass
+            key.append((x.dtype, x.data_ptr() % 16 == 0))
         else:  # a TMA descriptor; its layout follows from these
             key.append((x.base.dtype, *x.block_shape))
     key = tuple(key)
@@ -111,7 +115,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 def needs_kernel_device(x: Tensor, what: str) -> None:
     """Refuse a tensor no kernel can run on: Triton's kernels run on CUDA, or anywhere under ``TRITON_INTERPRET=1``."""
-    if not (x.is_cuda or INTERPRET):
+    if not (x.is_cuda or (INTERPRET and x.device.type == "cpu")):
         raise ValueError(f"{what}: the Triton kernel needs a CUDA tensor, not one on {x.device}")
 
 
@@ -138,16 +142,20 @@ def is_half(x: Tensor) -> bool:
 def autocast_to(*tensors: Tensor | None) -> list[Tensor | None]:
     """The tensors as torch's own matmuls would take them: under autocast in its dtype, but for float64."""
     kind = next(x.device.type for x in tensors if x is not None)
-    if not torch.is_autocast_enabled(kind):
+    if not _autocasts(kind):
         return list(tensors)
     dtype = torch.get_autocast_dtype(kind)
-    return [x if x is None or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
+    return [x if x is None or not is_floating(x) or x.dtype == torch.float64 else x.to(dtype) for x in tensors]
 
 
 def without_autocast(x: Tensor):
     """For a matmul whose operands have the dtype that they are to be multiplied in."""
     kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+    return torch.autocast(kind, enabled=False) if _autocasts(kind) else nullcontext()
+
+
+def _autocasts(kind: str) -> bool:
+    return kind != "meta" and torch.is_autocast_enabled(kind)
 
 
 def unit_stride(x: Tensor) -> Tensor:
@@ -155,12 +163,12 @@ def unit_stride(x: Tensor) -> Tensor:
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
-def rows_of(*tensors: Tensor | None) -> tuple[Tensor | None, ...]:
+def rows_of(*tensors: Tensor | None, one_row: bool = True) -> tuple[Tensor | None, ...]:
     """Tensors of equal leading dimensions as ``[rows, features]`` with unit feature stride: views where possible.
 
-    All contiguous, they become a single row: an elementwise kernel then has no ragged row ends.
+    All contiguous, they become a single row if `one_row`: an elementwise kernel then has no ragged row ends.
     """
     given = [x for x in tensors if x is not None]
-    if all(x.is_contiguous() for x in given):
+    if one_row and all(x.is_contiguous() for x in given):
         return tuple(None if x is None else x.view(1, -1) for x in tensors)
     return tuple(None if x is None else unit_stride(x.reshape(-1, x.shape[-1])) for x in tensors)

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpfused import checks, reference
+from tpfused.autograd import once_differentiable
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.ids import IdCheck
@@ -92,7 +92,7 @@ def vocab_parallel_cross_entropy(
 class _VocabParallelCrossEntropy(torch.autograd.Function):
     """logits_shard_v ``[..., v]``, target ``[...]`` -> each token's loss ``[...]``, float32 (float64 for float64).
 
-    forward: one all-gather of the statistics ``[parts, 4, tokens]``, in the loss's dtype; one part a rank, or several
+    forward: one all-gather of the statistics ``[parts, 5, tokens]``, in the loss's dtype; one part a rank, or several
              where tokens are few and shards wide.
     dgrad:   local, ``[..., v]`` in the logits' dtype.
     saved:   the logits as they are, the labels, and two numbers a token for log(Z).

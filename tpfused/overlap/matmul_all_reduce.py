@@ -6,9 +6,9 @@ import math
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from tpfused import checks, reference
+from tpfused.autograd import once_differentiable
 from tpfused.group import resolve_group
 from tpfused.kernels.act_backward import bias_grad
 from tpfused.kernels.matmul import product
