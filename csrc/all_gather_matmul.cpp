@@ -18,6 +18,7 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
     product.activation = o.activation;
     product.bias = o.bias;
     product.pre = o.pre ? rows(o.pre, o.n) : nullptr;
+    product.pre_leading = o.n;
     if (step + 1 < group.size) product.spared = gather->processors();  // the last peer's rows have arrived by then
     tiles.multiply(lane, product);
     if (o.gathered && count > 0) {

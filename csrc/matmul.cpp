@@ -63,9 +63,9 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
                    reinterpret_cast<uintptr_t>(p.add);
   bool aligned = addresses % 16 == 0;
   int kind = p.a.transposed | p.b.transposed << 1 | (p.pre != nullptr) << 2 | aligned << 3 | (p.bias != nullptr) << 4;
-  Key key{p.m,         p.n,         p.k,        p.batch,    kind,       p.a.leading,
-          p.b.leading, p.y.leading, p.a.stride, p.b.stride, p.y.stride, static_cast<int>(p.activation),
-          p.spared};
+  Key key{p.m,         p.n,          p.k,        p.batch,    kind,       p.a.leading,
+          p.b.leading, p.y.leading,  p.a.stride, p.b.stride, p.y.stride, static_cast<int>(p.activation),
+          p.spared,    p.pre_leading};
   std::unique_ptr<Plan>& known = plans_[key];
   if (known) return *known;
 
@@ -89,8 +89,7 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
   }
   if (p.pre) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.pre);
-    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.y.leading);
-    if (p.batch > 1) set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, p.y.stride);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.pre_leading);
   }
 
   if (p.spared > 0) {

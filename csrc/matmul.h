@@ -3,10 +3,10 @@
 #include <cublasLt.h>
 #include <cuda_runtime_api.h>
 
+#include <array>
 #include <cstdint>
 #include <map>
 #include <memory>
-#include <tuple>
 
 namespace tpfused {
 
@@ -32,7 +32,8 @@ struct Product {
   int batch = 1;
   Activation activation = Activation::none;
   const void* bias = nullptr;
-  void* pre = nullptr;        // gelu: also receives what the activation is of, in rows like y's
+  void* pre = nullptr;  // gelu: also receives what the activation is of
+  int64_t pre_leading = 0;
   const void* add = nullptr;  // what the sums start from, in rows like y's
   int spared = 0;             // multiprocessors that something else has meanwhile: the algorithm is for the others
 };
@@ -54,8 +55,7 @@ class Matmul {
 
  private:
   struct Plan;
-  using Key =
-      std::tuple<int64_t, int64_t, int64_t, int, int, int, int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, int>;
+  using Key = std::array<int64_t, 14>;
   Plan& plan_for(const Product& product);
 
   int device_;

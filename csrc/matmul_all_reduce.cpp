@@ -1,14 +1,10 @@
-#include <algorithm>
-
+#include "blocks.h"
 #include "check.h"
 #include "reduce.h"
 #include "tiles.h"
 
 namespace tpfused {
 namespace {
-
-constexpr int most_blocks = 4;
-constexpr int64_t block_tiles = 2 * 132;  // of 128 x 256: with fewer, a matmul leaves multiprocessors idle
 
 ncclDataType_t nccl_type(Type type) {
   switch (type) {
@@ -20,18 +16,6 @@ ncclDataType_t nccl_type(Type type) {
       return ncclFloat32;
   }
 }
-
-// The rows in blocks: one is exchanged while the next is multiplied.
-struct Blocks {
-  int64_t m;
-  int count;
-
-  explicit Blocks(const MatmulAllReduce& o) : m(o.m) {
-    int64_t tiles = ((o.m + 127) / 128) * ((o.n + 255) / 256);
-    count = static_cast<int>(std::clamp<int64_t>(tiles / block_tiles, 1, most_blocks));
-  }
-  int64_t first(int block) const { return m * block / count; }
-};
 
 Product rows_of(const MatmulAllReduce& o, Tiles& tiles, int64_t first, int64_t count, char* to) {
   auto x = static_cast<const char*>(o.x) + tiles.bytes(first * o.k);
@@ -50,7 +34,7 @@ class ByCopies {
       : group_(group),
         o_(o),
         tiles_(tiles),
-        blocks_(o),
+        blocks_(o.m, o.n),
         stream_(stream),
         parts_(group.next_use()),
         sums_(group.next_use()),
@@ -74,7 +58,7 @@ class ByCopies {
   }
 
  private:
-  Rows shares(int block) const { return {blocks_.first(block + 1) - blocks_.first(block), 1, group_.size}; }
+  Rows shares(int block) const { return {blocks_.rows(block), 1, group_.size}; }
 
   // Where in the owner's slot a rank's part of its share of a block lies: a rank's parts of all blocks together.
   int64_t place(int owner, int from, int block) const {
@@ -150,9 +134,9 @@ class ByCopies {
 
 // NCCL's all-reduce of each block, in place. The first rank's part brings the bias.
 void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles, cudaStream_t stream) {
-  Blocks blocks(o);
+  Blocks blocks(o.m, o.n);
   for (int block = 0; block < blocks.count; ++block) {
-    int64_t first = blocks.first(block), count = blocks.first(block + 1) - first;
+    int64_t first = blocks.first(block), count = blocks.rows(block);
     Product product = rows_of(o, tiles, first, count, static_cast<char*>(o.y));
     if (group.rank == 0) product.bias = o.bias;
     if (block > 0) product.spared = group.nccl_processors;

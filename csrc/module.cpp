@@ -290,6 +290,23 @@ PyObject* run_matmul_all_reduce(PyObject*, PyObject* args) {
                              at<void>(whole_input), at<void>(dw), wants_dw != 0, static_cast<Type>(call.type)});
 }
 
+// Its n are all ranks' output features.
+PyObject* run_matmul_all_gather(PyObject*, PyObject* args) {
+  Call call;
+  long long x, w, w_leading, y, bias, pre;
+  int w_by_depth, activation;
+  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLiLL:matmul_all_gather", CALL_ARGUMENTS(call), &x, &w, &w_leading,
+                        &w_by_depth, &y, &activation, &bias, &pre)) {
+    return nullptr;
+  }
+  Rows features{call.n, 1, call.group_().size};
+  Weight weight{at<void>(w), w_leading, w_by_depth != 0};
+  return run("matmul_all_gather", matmul_all_gather, call,
+             MatmulAllGather{features, call.tokens * call.each, call.k, at<void>(x), weight, at<void>(y),
+                             static_cast<Activation>(activation), at<void>(bias), at<void>(pre),
+                             static_cast<Type>(call.type)});
+}
+
 PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS,
      "What this was compiled with, and the NCCL that was loaded; versions as the libraries' own integers."},
@@ -319,6 +336,8 @@ PyMethodDef methods[] = {
     {"matmul_all_reduce", run_matmul_all_reduce, METH_VARARGS,
      "matmul_all_reduce(" CALL_NAMES
      "x, w, w_leading, w_by_depth, y, bias, whole_input, dw, wants_dw); see operations.h."},
+    {"matmul_all_gather", run_matmul_all_gather, METH_VARARGS,
+     "matmul_all_gather(" CALL_NAMES "x, w, w_leading, w_by_depth, y, activation, bias, pre); see operations.h."},
     {nullptr, nullptr, 0, nullptr},
 };
 

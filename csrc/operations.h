@@ -81,6 +81,21 @@ struct RowBackward {
 };
 void row_backward(Group& group, Tier tier, const RowBackward& operation, Workspace workspace, cudaStream_t stream);
 
+// y [m, all n] = activation(x [m, k] @ w.T + bias) of all ranks' output features, of which this one computes its own.
+struct MatmulAllGather {
+  Rows features;  // `tokens` of which are features here: all ranks'
+  int64_t m, k;
+  const void* x;  // contiguous
+  Weight w;       // of this rank's features
+  void* y;        // contiguous
+  Activation activation;
+  const void* bias;  // of this rank's features, or null
+  void* pre;         // with gelu, or null: contiguous, of this rank's features
+  Type type;
+};
+void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& operation, Workspace workspace,
+                       cudaStream_t stream);
+
 // y [m, n] = the sum over the ranks of x [m, k] @ w.T, plus bias, on every rank; parts and sums as in
 // `matmul_reduce_scatter`, except that the NCCL tier adds as NCCL does. With `dw`, the backward pass of a
 // column-parallel layer whose input is whole: x is dpre, y is dx, and dw [k, n] = dpre.T @ `whole_input` [m, n] hides

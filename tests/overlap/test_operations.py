@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tests.compare import Block, compare, refuses
 from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
+from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfused.overlap.tiers import tier
@@ -121,6 +122,34 @@ def check_matmul_all_reduce(ctx, tp, seed):
         compare(actual, dense, inputs, grad, lambda key, v, parts=parts: block.own(v, parts[key]), what, chain=True)
 
 
+def check_whole_input(ctx, tp, seed, gather):
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    for (name, dtype), (tokens, batch, k, n) in product(tiers_and_dtypes(ctx), sizes(ctx, tp)):
+        for index, activation in enumerate(ACTIVATIONS):
+            x, weight = block.randn(tokens, batch, k, dtype=dtype), block.randn(n, k, dtype=dtype) * k**-0.5
+            bias, grad = block.randn(n, dtype=dtype), block.randn(tokens, batch, n, dtype=dtype)
+            inputs = {"x": x, "weight": weight} | ({"bias": bias} if index < 4 else {})
+            parts = {"out": None if gather else -1, "x": None, "weight": 0, "bias": 0}
+            mine = {key: block.own(value, parts[key]).detach().clone() for key, value in inputs.items()}
+            mine = {key: value.requires_grad_() for key, value in mine.items()}
+            poison(ctx, grad)
+            with tier(name if tp > 1 else "reference"):
+                if gather:
+                    out = matmul_all_gather(*mine.values(), activation=activation, out_features=n, **block.place)
+                else:
+                    out = column_matmul(*mine.values(), activation=activation, **block.place)
+                poison(ctx, grad)
+                out.backward(block.own(grad, parts["out"]))
+            actual = {"out": out.detach()} | {key: value.grad for key, value in mine.items()}
+
+            def dense(x, weight, bias=None, activation=activation):
+                return activate(F.linear(x, weight, bias), activation)
+
+            what = f"{name} {dtype} {tokens, batch, k, n} {activation} gather {gather}"
+            compare(actual, dense, inputs, grad, lambda key, v, parts=parts: block.own(v, parts[key]), what, chain=True)
+
+
 def check_refusals(ctx, tp):
     block = Block(ctx, tp, "group", 0)
     x, weight = torch.ones(4, 6, device=ctx.device), torch.ones(5, 6, device=ctx.device)
@@ -130,6 +159,8 @@ def check_refusals(ctx, tp):
         all_gather_matmul(x, weight, total_len=3, **block.place)
     with refuses(ValueError, "swish"):
         all_gather_matmul(x, weight, activation="swish", **block.place)
+    with refuses(ValueError, "out_features 99", (5, 6)):
+        matmul_all_gather(x, weight, out_features=99, **block.place)
     with refuses(ValueError, "sequence_dim 1"):
         matmul_reduce_scatter(x, weight, sequence_dim=1, **block.place)
     with refuses(TypeError, "float64"):
@@ -148,6 +179,11 @@ def test_matmul_reduce_scatter(workers, tp, seed):
 
 def test_matmul_all_reduce(workers, tp, seed):
     workers.run(check_matmul_all_reduce, tp, seed)
+
+
+@pytest.mark.parametrize("gather", [False, True])
+def test_whole_input(workers, tp, seed, gather):
+    workers.run(check_whole_input, tp, seed, gather)
 
 
 def test_refusals(workers, tp):

@@ -160,7 +160,7 @@ def _possible(x: Tensor, bias: Tensor | None, activation: int, gated: bool, keep
     return tuple(possible)
 
 
-def _forward(
+def linear_act_forward(
     x: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -285,7 +285,7 @@ def _gradient(ctx, dy, _):
     return dx, dweight, dbias if needs_bias else None, None, None, None, None, None
 
 
-_linear_act = register("linear_act", _forward, _fake_forward, _save_for_backward, _gradient)
+_linear_act = register("linear_act", linear_act_forward, _fake_forward, _save_for_backward, _gradient)
 
 
 def _dgrad(dy: Tensor, weight: Tensor, pre: Tensor, activation: int) -> tuple[Tensor, Tensor]:

@@ -116,6 +116,39 @@ def matmul_all_reduce(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None
     return y
 
 
+def whole_input_backward(
+    link: Link, dpre: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_weight: bool
+) -> tuple[Tensor, Tensor | None]:
+    """-> the gradients of x, all-reduced, and of the weight, whose matmul hides that."""
+    n, k = weight.shape
+    dx = torch.empty_like(x)
+    dweight = weight.new_empty(n, k) if needs_weight else None
+    slot = (rows.total + ALL_REDUCE_BLOCKS * link.communicator.size) * k
+    link.run(
+        "matmul_all_reduce", dpre, rows, n, k, slot, (not link.by_nccl) * rows.total * k,
+        dpre.data_ptr(), weight.data_ptr(), weight.stride(0), 1, dx.data_ptr(), 0,
+        x.data_ptr(), _address(dweight), needs_weight,
+    )  # fmt: skip
+    return dx, dweight
+
+
+def matmul_all_gather(
+    link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, features: int, activation: int, pre: bool
+) -> tuple[Tensor, Tensor | None]:
+    """-> all ranks' `features`, and of this rank's own what the activation is of, for GELU_TANH."""
+    n, k = weight.shape
+    y = x.new_empty(rows.total, features)
+    own_pre = x.new_empty(rows.total, n) if pre else None
+    padded = padded_shard_size(features, link.communicator.size)
+    staged = rows.total * padded * (1 + link.communicator.size)
+    link.run(
+        "matmul_all_gather", x, rows, k, features, rows.total * features, link.by_nccl * staged,
+        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), activation,
+        _address(bias), _address(own_pre),
+    )  # fmt: skip
+    return y, own_pre
+
+
 def column_backward(
     link: Link, dpre: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:

@@ -1,0 +1,24 @@
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+namespace tpfused {
+
+// The rows of a matmul in up to four blocks: one is exchanged while the next is multiplied.
+struct Blocks {
+  static constexpr int most = 4;
+  static constexpr int64_t least_tiles = 2 * 132;  // of 128 x 256: with fewer, multiprocessors are idle
+
+  int64_t m;
+  int count;
+
+  Blocks(int64_t m, int64_t n) : m(m) {
+    int64_t tiles = ((m + 127) / 128) * ((n + 255) / 256);
+    count = static_cast<int>(std::clamp<int64_t>(tiles / least_tiles, 1, most));
+  }
+  int64_t first(int block) const { return m * block / count; }
+  int64_t rows(int block) const { return first(block + 1) - first(block); }
+};
+
+}  // namespace tpfused

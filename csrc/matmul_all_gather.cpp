@@ -1,0 +1,117 @@
+#include "blocks.h"
+#include "check.h"
+#include "tiles.h"
+
+namespace tpfused {
+namespace {
+
+// Columns of row-major matrices: `width` entries of each of `rows` rows.
+void copy_columns(void* to, int64_t to_leading, const void* from, int64_t from_leading, int64_t width, int64_t rows,
+                  Tiles& tiles, cudaStream_t stream) {
+  if (width == 0 || rows == 0) return;
+  check(cudaMemcpy2DAsync(to, tiles.bytes(to_leading), from, tiles.bytes(from_leading), tiles.bytes(width), rows,
+                          cudaMemcpyDeviceToDevice, stream),
+        "cudaMemcpy2DAsync");
+}
+
+struct Columns {
+  Group& group;
+  const MatmulAllGather& o;
+  Tiles& tiles;
+  int64_t all = o.features.total();
+  int64_t own = o.features.count(group.rank);
+
+  // Where a rank's features of a row begin, in a matrix of all of them.
+  char* at(void* base, int owner, int64_t row) const {
+    return static_cast<char*>(base) + tiles.bytes(row * all + o.features.first(owner));
+  }
+
+  // This rank's features of some rows, to `to`.
+  Product product(int64_t first, int64_t rows, char* to, int64_t leading) const {
+    auto x = static_cast<const char*>(o.x) + tiles.bytes(first * o.k);
+    Product product{matrix(x, o.k), o.w.matrix(), matrix(to, leading), rows, own, o.k};
+    product.activation = o.activation;
+    product.bias = o.bias;
+    product.pre = o.pre ? static_cast<char*>(o.pre) + tiles.bytes(first * own) : nullptr;
+    product.pre_leading = own;
+    return product;
+  }
+};
+
+// A finished block of rows is pushed into the peers' memory, and what arrives there is copied to its columns of y.
+void by_copies(const Columns& c, cudaStream_t stream) {
+  Group& group = c.group;
+  Blocks blocks(c.o.m, c.own);
+  auto use = group.next_use();
+  auto arrivals = c.tiles.stream(Tiles::beside);
+  follow(group.transfers, stream);
+  group.wait_until_emptied(use);
+  for (int block = 0; block < blocks.count; ++block) {
+    int64_t first = blocks.first(block), rows = blocks.rows(block);
+    char* own = c.at(c.o.y, group.rank, first);
+    c.tiles.multiply(Tiles::caller, c.product(first, rows, own, c.all));
+    follow(group.transfers, stream);
+    for (int step = 1; step < group.size; ++step) {
+      int peer = (group.rank + step) % group.size;
+      char* there = c.at(group.peers->slot(peer, use.slot), group.rank, first);
+      copy_columns(there, c.all, own, c.all, c.own, rows, c.tiles, group.transfers);
+      group.tell_arrived(use, peer, group.transfers, block + 1);
+    }
+  }
+  // All ranks' features come in as many blocks as their owner's: the last rank may have fewer of both.
+  for (int step = 1; step < group.size; ++step) {
+    int from = (group.rank - step + group.size) % group.size;
+    Blocks theirs(c.o.m, c.o.features.count(from));
+    for (int block = 0; block < theirs.count; ++block) {
+      int64_t first = theirs.first(block);
+      group.wait_for_arrival(use, from, arrivals, block + 1);
+      copy_columns(c.at(c.o.y, from, first), c.all, c.at(group.peers->slot(group.rank, use.slot), from, first), c.all,
+                   c.o.features.count(from), theirs.rows(block), c.tiles, arrivals);
+    }
+  }
+  c.tiles.join(Tiles::caller, Tiles::beside);
+  follow(stream, group.transfers);
+  group.tell_emptied(use, stream);
+}
+
+// NCCL gathers a finished block, all ranks' features padded to as many, and each rank's are copied to their columns.
+void by_nccl(const Columns& c, Workspace& workspace, cudaStream_t stream) {
+  Group& group = c.group;
+  const int64_t widest = c.o.features.count(0);
+  Blocks blocks(c.o.m, widest);
+  char* staged = workspace.take(c.tiles.bytes(c.o.m * widest));
+  char* gathered = workspace.take(c.tiles.bytes(group.size * c.o.m * widest));
+  auto arrivals = c.tiles.stream(Tiles::beside);
+  follow(group.transfers, stream);
+  for (int block = 0; block < blocks.count; ++block) {
+    int64_t first = blocks.first(block), rows = blocks.rows(block), bytes = c.tiles.bytes(rows * widest);
+    char* own = staged + c.tiles.bytes(first * widest);
+    char* all = gathered + c.tiles.bytes(group.size * first * widest);
+    Product product = c.product(first, rows, own, widest);
+    if (block > 0) product.spared = group.nccl_processors;
+    c.tiles.multiply(Tiles::caller, product);
+    follow(group.transfers, stream);
+    check(ncclAllGather(own, all, bytes, ncclInt8, group.nccl, group.transfers), "ncclAllGather");
+    follow(arrivals, group.transfers);
+    for (int from = 0; from < group.size; ++from) {
+      copy_columns(c.at(c.o.y, from, first), c.all, all + from * bytes, widest, c.o.features.count(from), rows, c.tiles,
+                   arrivals);
+    }
+  }
+  c.tiles.join(Tiles::caller, Tiles::beside);
+}
+
+}  // namespace
+
+void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& o, Workspace workspace, cudaStream_t stream) {
+  DeviceGuard guard(group.device);
+  Tiles tiles(group, o.type, workspace, stream);
+  Columns columns{group, o, tiles};
+  if (tier == Tier::p2p) {
+    by_copies(columns, stream);
+  } else {
+    by_nccl(columns, workspace, stream);
+  }
+}
+
+}  // namespace tpfused
