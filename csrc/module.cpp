@@ -51,8 +51,8 @@ PyObject* build_info(PyObject*, PyObject*) {
   return guarded([] {
     int nccl = 0;
     check(ncclGetVersion(&nccl), "ncclGetVersion");
-    return Py_BuildValue("{s:i,s:s,s:i,s:i}", "cuda", CUDART_VERSION, "architectures", TPFUSED_ARCHITECTURES,
-                         "nccl_compiled", NCCL_VERSION_CODE, "nccl_loaded", nccl);
+    return Py_BuildValue("{s:i,s:s,s:s,s:i,s:i}", "cuda", CUDART_VERSION, "architectures", TPFUSED_ARCHITECTURES,
+                         "sources", TPFUSED_SOURCES, "nccl_compiled", NCCL_VERSION_CODE, "nccl_loaded", nccl);
   });
 }
 

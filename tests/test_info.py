@@ -50,6 +50,7 @@ def test_json_here(capsys):
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert found["extension"]["built"] or found["extension"]["reason"]
     assert found["uses"]["backend"] == ("nccl" if found["gpus"] else "gloo")
+    assert found["uses"]["cross entropy"].startswith("Triton" if found["gpus"] else "plain path")
 
 
 def test_text_here(capsys):

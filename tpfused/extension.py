@@ -90,7 +90,10 @@ def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bo
     steps = []
     for source in sorted([*folder.glob("*.cpp"), *folder.glob("*.cu")]):
         output = build_folder / f"{source.name}.o"
-        steps.append((output, [source, *headers], [*compile_command, "-c", str(source), "-o", str(output)]))
+        command = [*compile_command, "-c", str(source), "-o", str(output)]
+        if source.name == "module.cpp":
+            command.append(f'-DTPFUSED_SOURCES="{source_hash()}"')
+        steps.append((output, [source, *headers], command))
     objects = [output for output, _, _ in steps]
     libraries = [
         (toolchain.nccl / "lib", "libnccl.so.2"),
@@ -111,8 +114,8 @@ def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bo
 def load():
     """The compiled module, tpfused._C.
 
-    Where the install has none it is compiled, once for a torch, nvcc, architecture and source, and kept in the user's
-    cache folder; any number of processes may ask at the same time.
+    Where the install has none, or one of other sources (after a `git pull`, say), it is compiled, once for a torch,
+    nvcc, architecture and source, and kept in the user's cache folder; any number of processes may ask at a time.
 
     Raises:
         NotBuildable: it is not there and can't be built, with the reason.
@@ -120,14 +123,15 @@ def load():
     import torch  # first: it loads the NCCL and cuBLAS that the extension shares with it
 
     try:
-        return importlib.import_module("tpfused._C")
+        installed = importlib.import_module("tpfused._C")
+        if installed.build_info().get("sources") == source_hash():
+            return installed
     except ImportError:
         pass
     major, minor = torch.cuda.get_device_capability()
     toolchain = replace(find_toolchain(), architectures=(f"{major}.{minor}",))
     told = [torch.__version__, _ask_nvcc(toolchain.nvcc, "--version"), *toolchain.architectures, PYTHON_ABI]
-    told += [file.read_text() for file in sorted(source_folder().iterdir())]
-    folder = cache_folder() / hashlib.sha256("\0".join(told).encode()).hexdigest()[:16]
+    folder = cache_folder() / hashlib.sha256("\0".join([*told, source_hash()]).encode()).hexdigest()[:16]
     folder.mkdir(parents=True, exist_ok=True)
     target = folder / "_C.abi3.so"
     with open(folder / "lock", "w") as lock:
@@ -142,6 +146,13 @@ def load():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def source_hash() -> str:
+    """Tells one state of csrc from another."""
+    files = sorted(file for file in source_folder().iterdir() if file.suffix in (".cpp", ".cu", ".h"))
+    told = "\0".join(f"{file.name}\0{file.read_text()}" for file in files)
+    return hashlib.sha256(told.encode()).hexdigest()[:16]
 
 
 def cache_folder() -> Path:

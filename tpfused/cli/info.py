@@ -216,12 +216,12 @@ def _dotted_nccl(number: int) -> str:
     return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
 
 
-def _cross_entropy(torch, gpus: list[dict]) -> str:
+def _cross_entropy(gpus: list[dict]) -> str:
     if not gpus:
         return "plain path: Triton's kernels need a GPU"
     if find_spec("triton") is None:
         return "plain path: Triton is not installed"
-    old = any(torch.cuda.get_device_capability(index) < (8, 0) for index in range(len(gpus)))
+    old = any(int(gpu["capability"].split(".")[0]) < 8 for gpu in gpus)
     return "plain path on GPUs older than Ampere, else Triton kernels" if old else "Triton kernels"
 
 
@@ -233,5 +233,5 @@ def _uses(torch, gpus: list[dict]) -> dict:
         "device": f"cuda ({len(gpus)})" if gpus else "cpu",
         "backend": backend,
         "layers": f"plain path: torch's matmuls, then {backend} collectives",
-        "cross entropy": _cross_entropy(torch, gpus),
+        "cross entropy": _cross_entropy(gpus),
     }
