@@ -14,7 +14,7 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   std::unique_ptr<Parts> parts;
   if (o.wants_dx) {
     Matrix w = matrix(o.w.data, o.w.leading);
-    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, o.dpre, w, o.n, o.k, workspace, stream);
+    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, o.dpre, w, o.n, o.k, workspace);
     tiles.multiply(Tiles::caller, parts->own_product(0, own));
     tiles.join(Tiles::beside, Tiles::caller);
   }

@@ -9,7 +9,7 @@ namespace tpfused {
 class Parts {
  public:
   Parts(Group& group, Tier tier, Tiles& tiles, Rows rows, const void* x, Matrix w, int64_t k, int64_t n,
-        Workspace& workspace, cudaStream_t stream)
+        Workspace& workspace)
       : group_(group),
         tiles_(tiles),
         rows_(rows),
@@ -18,7 +18,7 @@ class Parts {
         k_(k),
         n_(n),
         staged_(workspace.take(tiles.bytes(rows.total() * n))),
-        scatter_(start_scatter(group, tier, rows, tiles.bytes(n), workspace, stream)) {
+        scatter_(start_scatter(group, tier, rows, tiles.bytes(n), workspace)) {
     // The caller's lane waits for this point of the other, so that the first part is started before the own one.
     tiles.join(Tiles::caller, Tiles::beside);
     for (int step = 1; step < group.size; ++step) {

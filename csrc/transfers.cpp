@@ -53,9 +53,8 @@ class CopyGather : public Gather {
 
 class CopyScatter : public Scatter {
  public:
-  CopyScatter(Group& group, Rows rows, int64_t row_bytes, cudaStream_t stream)
+  CopyScatter(Group& group, Rows rows, int64_t row_bytes)
       : group_(group), rows_(rows), row_bytes_(row_bytes), use_(group.next_use()) {
-    follow(group.transfers, stream);
     group.wait_until_emptied(use_);
   }
 
@@ -179,9 +178,8 @@ std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t
   return std::make_unique<NcclGather>(group, rows, row_bytes, x, whole, all, stream);
 }
 
-std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace,
-                                       cudaStream_t stream) {
-  if (tier == Tier::p2p) return std::make_unique<CopyScatter>(group, rows, row_bytes, stream);
+std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace) {
+  if (tier == Tier::p2p) return std::make_unique<CopyScatter>(group, rows, row_bytes);
   char* received = workspace.take(group.size * rows.count(group.rank) * row_bytes);
   return std::make_unique<NcclScatter>(group, rows, row_bytes, received);
 }

@@ -60,7 +60,6 @@ class Scatter {
   virtual void finish(cudaStream_t stream) = 0;
 };
 
-std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace,
-                                       cudaStream_t stream);
+std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace);
 
 }  // namespace tpfused

@@ -107,12 +107,12 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
 
     The first call for a group is a collective of all its ranks.
     """
-    for known in [key for key in _communicators if not _exists(key[0])]:
-        found = _communicators.pop(known)
-        if found is not None:
-            found.close()
     key = group.process_group, device
     if key not in _communicators:
+        for stale in [known for known in _communicators if not _exists(known[0])]:
+            closed = _communicators.pop(stale)
+            if closed is not None:
+                closed.close()
         _communicators[key] = _make(group, device)
     return _communicators[key]
 
