@@ -146,7 +146,7 @@ def test_build_steps_run_in_order(tmp_path, monkeypatch, ninja):
         (first, [source], ["cp", str(source), str(first)]),
         (second, [first], ["cp", str(first), str(second)]),
     ]
-    extension._run(steps, folder)
+    extension._run(steps, folder, quiet=False)
     assert second.read_text() == "text with $HOME"
 
 
@@ -155,7 +155,7 @@ def test_failing_build_step_raises(tmp_path, monkeypatch, ninja):
     if not ninja:
         monkeypatch.setattr(extension.shutil, "which", lambda name, path=None: None)
     with pytest.raises(subprocess.CalledProcessError):
-        extension._run([(tmp_path / "out", [], ["false"])], tmp_path)
+        extension._run([(tmp_path / "out", [], ["false"])], tmp_path, quiet=False)
 
 
 def test_real_build(tmp_path, monkeypatch):
@@ -169,3 +169,25 @@ def test_real_build(tmp_path, monkeypatch):
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) > 20000
+
+
+LOAD = """
+import torch
+torch.cuda.get_device_capability = lambda: (8, 0)
+from tpfused import extension
+print(extension.load().build_info()["architectures"])
+"""
+
+
+def test_compiled_once_at_first_use(tmp_path, monkeypatch):
+    """By two processes at the same time, say; where a build is possible."""
+    try:
+        extension.find_toolchain()
+    except extension.NotBuildable as reason:
+        pytest.skip(str(reason))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    options = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", "import sys; sys.modules['tpfused._C'] = None" + LOAD]  # as if it had none
+    answers = [each.communicate() for each in [subprocess.Popen(command, **options) for _ in range(2)]]
+    assert [out for out, _ in answers] == ["8.0\n"] * 2, answers
+    assert sum("compiling its extension" in err for _, err in answers) == 1

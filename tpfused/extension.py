@@ -64,7 +64,7 @@ def find_toolchain() -> Toolchain:
     return Toolchain(nvcc, nccl, cublas, _major(torch_cuda), _architectures(nvcc))
 
 
-def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bool) -> None:
+def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bool, quiet: bool = False) -> None:
     """Compiles csrc into `target`. Raises subprocess.CalledProcessError where the compiler fails.
 
     The library finds NCCL and cuBLAS relative to its own place in site-packages; `in_tree`, for an editable
@@ -107,7 +107,7 @@ def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bo
     link_command += [option for folder, name in libraries for option in (f"-L{folder}", f"-l:{name}")]
     link_command += [f"-Xlinker=-rpath,{path}" for path in rpaths]
     steps.append((target, objects, link_command))
-    _run(steps, build_folder)
+    _run(steps, build_folder, quiet)
 
 
 @lru_cache
@@ -137,11 +137,16 @@ def load():
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
+            print(
+                f"tpfused: compiling its extension into {folder}, once, for up to a minute", file=sys.stderr, flush=True
+            )
+            building = folder / "building" / target.name
             try:
-                build(toolchain, folder / "building" / target.name, folder / "objects", in_tree=True)
+                build(toolchain, building, folder / "objects", in_tree=True, quiet=True)
             except subprocess.CalledProcessError as error:
-                raise NotBuildable(f"compiling csrc failed: {error}") from error
-            os.replace(folder / "building" / target.name, target)
+                told = "\n".join(f"{error.stdout}\n{error.stderr}".strip().splitlines()[-20:])
+                raise NotBuildable(f"compiling csrc failed:\n{told}") from error
+            os.replace(building, target)
     spec = importlib.util.spec_from_file_location("tpfused._C", target)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -242,14 +247,14 @@ def _code_flags(architectures: tuple[str, ...]) -> list[str]:
     return flags
 
 
-def _run(steps: list[tuple[Path, list[Path], list[str]]], build_folder: Path) -> None:
+def _run(steps: list[tuple[Path, list[Path], list[str]]], build_folder: Path, quiet: bool) -> None:
     """Runs (output, inputs, command) steps: those out of date, in parallel, with ninja; else all in turn."""
     # ninja's wheel puts it beside the interpreter, which need not be on PATH.
     search = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")])
     ninja = shutil.which("ninja", path=search)
     if ninja is None:
         for _, _, command in steps:
-            subprocess.run(command, check=True)
+            subprocess.run(command, check=True, capture_output=quiet, text=True)
         return
 
     def quoted(path):
@@ -260,4 +265,4 @@ def _run(steps: list[tuple[Path, list[Path], list[str]]], build_folder: Path) ->
         lines.append(f"build {quoted(output)}: run {' '.join(map(quoted, inputs))}")
         lines.append(f"  command = {shlex.join(command).replace('$', '$$')}")
     (build_folder / "build.ninja").write_text("\n".join(lines) + "\n")
-    subprocess.run([ninja, "-C", str(build_folder)], check=True)
+    subprocess.run([ninja, "-C", str(build_folder)], check=True, capture_output=quiet, text=True)
