@@ -3,7 +3,7 @@
     python benchmarks/choices.py
 
 replaces the entries of this card, about a minute and a half on an H100. `linear_act` reads the table (see
-tpfused/kernels/choices.py); a card without entries uses those of another of its kind, or cuBLAS.
+tpfused/kernels/choices.py); a card without entries uses those of another of its kind, or the safe way.
 """
 
 from __future__ import annotations

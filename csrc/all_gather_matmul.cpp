@@ -14,18 +14,13 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
     int64_t first = o.rows.first(owner), count = o.rows.count(owner);
     const void* x = step == 0 ? o.x : gather->arrive(owner, tiles.stream(lane));
     auto rows = [&](void* base, int64_t width) { return static_cast<char*>(base) + tiles.bytes(first * width); };
-    Product product{matrix(x, o.k), o.w.matrix(), matrix(rows(o.y, o.n), o.n), count, o.n, o.k};
+    Product product{matrix(x, o.k), o.w.forward(), matrix(rows(o.y, o.n), o.n), count, o.n, o.k};
     product.activation = o.activation;
     product.bias = o.bias;
     product.pre = o.pre ? rows(o.pre, o.n) : nullptr;
     product.pre_leading = o.n;
     if (step + 1 < group.size) product.spared = gather->processors();  // the last peer's rows have arrived by then
     tiles.multiply(lane, product);
-    if (o.gathered && count > 0) {
-      check(cudaMemcpyAsync(rows(o.gathered, o.k), x, tiles.bytes(count * o.k), cudaMemcpyDeviceToDevice,
-                            tiles.stream(lane)),
-            "cudaMemcpyAsync");
-    }
   }
   tiles.join(Tiles::caller, Tiles::beside);
   gather->finish(stream);

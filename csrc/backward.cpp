@@ -13,8 +13,7 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   const int64_t own = o.rows.count(group.rank);
   std::unique_ptr<Parts> parts;
   if (o.wants_dx) {
-    Matrix w = matrix(o.w.data, o.w.leading);
-    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, o.dpre, w, o.n, o.k, workspace);
+    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, o.dpre, o.w.backward(), o.n, o.k, workspace);
     tiles.multiply(Tiles::caller, parts->own_product(0, own));
     tiles.join(Tiles::beside, Tiles::caller);
   }
@@ -42,7 +41,7 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     auto lane = step % 2 ? Tiles::beside : Tiles::caller;
     const void* dy = step == 0 ? o.dy : gather->arrive(owner, tiles.stream(lane));
     auto dx = static_cast<char*>(o.dx) + tiles.bytes(o.rows.first(owner) * o.k);
-    Product product{matrix(dy, o.n), matrix(o.w.data, o.w.leading), matrix(dx, o.k), o.rows.count(owner), o.k, o.n};
+    Product product{matrix(dy, o.n), o.w.backward(), matrix(dx, o.k), o.rows.count(owner), o.k, o.n};
     if (step + 1 < group.size) product.spared = gather->processors();
     tiles.multiply(lane, product);
   }

@@ -52,7 +52,7 @@ PeerMemory::~PeerMemory() {
 }
 
 Group::Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_processors)
-    : device(device), rank(rank), size(size), nccl_processors(nccl_processors) {
+    : device(device), rank(rank), size(size), nccl_processors(nccl_processors), awaited_(PeerMemory::slots * size) {
   DeviceGuard guard(device);
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
@@ -73,6 +73,11 @@ void Group::check_alive() {
   if (!failure_.empty()) throw std::runtime_error(failure_);
 }
 
+void Group::fail(const std::string& why) {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  if (failure_.empty()) failure_ = why;
+}
+
 void Group::give_up(const std::string& operation, double seconds) {
   std::string told = operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
                      " has not ended after " + std::to_string(static_cast<int>(seconds)) + " s";
@@ -86,8 +91,8 @@ void Group::give_up(const std::string& operation, double seconds) {
     for (int peer = 0; peer < size; ++peer) {
       bool missing = false;
       for (int slot = 0; slot < PeerMemory::slots && peer != rank; ++slot) {
-        uint32_t uses = (uses_ + PeerMemory::slots - 1 - slot) / PeerMemory::slots;  // of this slot
-        missing |= static_cast<int32_t>(words[peers->arrived(rank, slot, peer) - flags] - uses * whole) < 0;
+        uint32_t arrived = words[peers->arrived(rank, slot, peer) - flags];
+        missing |= static_cast<int32_t>(arrived - awaited_[slot * size + peer]) < 0;
       }
       if (missing) told += "; rank " + std::to_string(peer) + "'s rows have not arrived";
     }
@@ -96,10 +101,7 @@ void Group::give_up(const std::string& operation, double seconds) {
     cudaStreamSynchronize(stream);
     cudaStreamDestroy(stream);
   }
-  {
-    std::lock_guard<std::mutex> lock(failure_mutex_);
-    failure_ = told;
-  }
+  fail(told);
   std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
   if (nccl) {
     ncclCommAbort(nccl);
@@ -128,6 +130,11 @@ Group::Use Group::next_use() {
   return {static_cast<int>(use % PeerMemory::slots), use / PeerMemory::slots + 1};
 }
 
+void Group::restart_uses() {
+  uses_ = 0;
+  for (auto& count : awaited_) count = 0;
+}
+
 void Group::wait_until_emptied(Use use) {
   for (int step = 1; step < size; ++step) {
     operations_.wait(peers->emptied(rank, use.slot, (rank + step) % size), use.number - 1);
@@ -148,7 +155,9 @@ void Group::tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks
 }
 
 void Group::wait_for_arrival(Use use, int from, cudaStream_t stream, uint32_t blocks) {
-  operations_.wait(peers->arrived(rank, use.slot, from), (use.number - 1) * whole + blocks);
+  uint32_t count = (use.number - 1) * whole + blocks;
+  awaited_[use.slot * size + from] = count;
+  operations_.wait(peers->arrived(rank, use.slot, from), count);
   operations_.enqueue(stream);
 }
 

@@ -5,6 +5,7 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
@@ -45,7 +46,6 @@ class PeerMemory {
   void connect(int rank, const std::vector<std::string>& handles);  // one of each rank
   void disconnect();                                                // before any peer frees its memory
 
-  size_t slot_bytes() const { return slot_bytes_; }
   char* slot(int rank, int slot) const { return base_[rank] + flag_bytes + slot * slot_bytes_; }
   // On `rank`: what `from` has pushed, and (written by that peer) what it has emptied of its own.
   uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot, from); }
@@ -87,7 +87,7 @@ class Group {
     uint32_t number;
   };
   Use next_use();
-  void restart_uses() { uses_ = 0; }  // with new memory
+  void restart_uses();  // with new memory
   // On `transfers`: wait until every peer has emptied the slot of its last use.
   void wait_until_emptied(Use use);
   // On `stream`: this rank has read all that was pushed to it.
@@ -103,8 +103,9 @@ class Group {
 
   Matmul& matmul(Type type);
 
-  // Throws if an operation has not ended in time: nothing that came after it is to be believed.
+  // Throws if an operation was broken off, or has not ended in time: nothing that came after it is to be believed.
   void check_alive();
+  void fail(const std::string& why);
   std::unique_ptr<Watchdog> watchdog;
 
  private:
@@ -113,6 +114,7 @@ class Group {
 
   MemoryOperations operations_;
   uint32_t uses_ = 0;
+  std::vector<std::atomic<uint32_t>> awaited_;  // of each slot and peer, the count that was waited for last
   std::mutex failure_mutex_;
   std::string failure_;
   std::vector<cudaEvent_t> marks_;

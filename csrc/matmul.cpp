@@ -63,9 +63,8 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
                    reinterpret_cast<uintptr_t>(p.add);
   bool aligned = addresses % 16 == 0;
   int kind = p.a.transposed | p.b.transposed << 1 | (p.pre != nullptr) << 2 | aligned << 3 | (p.bias != nullptr) << 4;
-  Key key{p.m,         p.n,          p.k,        p.batch,    kind,       p.a.leading,
-          p.b.leading, p.y.leading,  p.a.stride, p.b.stride, p.y.stride, static_cast<int>(p.activation),
-          p.spared,    p.pre_leading};
+  Key key{p.m,      p.n,          p.k, kind, p.a.leading, p.b.leading, p.y.leading, static_cast<int>(p.activation),
+          p.spared, p.pre_leading};
   std::unique_ptr<Plan>& known = plans_[key];
   if (known) return *known;
 
@@ -100,13 +99,6 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
   auto layout = [&](cublasLtMatrixLayout_t* made, int64_t rows, int64_t columns, const Matrix& matrix) {
     if (matrix.transposed) std::swap(rows, columns);
     check(cublasLtMatrixLayoutCreate(made, data, columns, rows, matrix.leading), "cublasLtMatrixLayoutCreate");
-    if (p.batch == 1) return;
-    int32_t batch = p.batch;
-    check(cublasLtMatrixLayoutSetAttribute(*made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch),
-          "batch count");
-    check(cublasLtMatrixLayoutSetAttribute(*made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &matrix.stride,
-                                           sizeof matrix.stride),
-          "batch stride");
   };
   layout(&plan->first, p.k, p.n, p.b);
   layout(&plan->second, p.m, p.k, p.a);

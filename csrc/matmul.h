@@ -17,19 +17,17 @@ inline size_t size_of(Type type) { return type == Type::float32 || type == Type:
 // What a matmul does with its sums, to which it adds the bias first if there is one. gelu is its tanh form.
 enum class Activation { none = 0, relu = 1, gelu = 2 };
 
-// A row-major matrix, or a batch of them, `stride` entries apart.
+// A row-major matrix.
 struct Matrix {
   void* data;
   int64_t leading;  // entries from one row to the next
-  int64_t stride = 0;
   bool transposed = false;
 };
 
-// y[m, n] = activation(a[m, k] @ b[k, n] + bias[n]); `batch` of them where it is not 1.
+// y[m, n] = activation(a[m, k] @ b[k, n] + bias[n])
 struct Product {
   Matrix a, b, y;
   int64_t m, n, k;
-  int batch = 1;
   Activation activation = Activation::none;
   const void* bias = nullptr;
   void* pre = nullptr;  // gelu: also receives what the activation is of
@@ -55,7 +53,7 @@ class Matmul {
 
  private:
   struct Plan;
-  using Key = std::array<int64_t, 14>;
+  using Key = std::array<int64_t, 10>;
   Plan& plan_for(const Product& product);
 
   int device_;

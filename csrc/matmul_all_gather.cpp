@@ -29,7 +29,7 @@ struct Columns {
   // This rank's features of some rows, to `to`.
   Product product(int64_t first, int64_t rows, char* to, int64_t leading) const {
     auto x = static_cast<const char*>(o.x) + tiles.bytes(first * o.k);
-    Product product{matrix(x, o.k), o.w.matrix(), matrix(to, leading), rows, own, o.k};
+    Product product{matrix(x, o.k), o.w.forward(), matrix(to, leading), rows, own, o.k};
     product.activation = o.activation;
     product.bias = o.bias;
     product.pre = o.pre ? static_cast<char*>(o.pre) + tiles.bytes(first * own) : nullptr;
@@ -82,7 +82,6 @@ void by_nccl(const Columns& c, Workspace& workspace, cudaStream_t stream) {
   char* staged = workspace.take(c.tiles.bytes(c.o.m * widest));
   char* gathered = workspace.take(c.tiles.bytes(group.size * c.o.m * widest));
   auto arrivals = c.tiles.stream(Tiles::beside);
-  follow(group.transfers, stream);
   for (int block = 0; block < blocks.count; ++block) {
     int64_t first = blocks.first(block), rows = blocks.rows(block), bytes = c.tiles.bytes(rows * widest);
     char* own = staged + c.tiles.bytes(first * widest);

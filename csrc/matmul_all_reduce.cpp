@@ -19,7 +19,7 @@ ncclDataType_t nccl_type(Type type) {
 
 Product rows_of(const MatmulAllReduce& o, Tiles& tiles, int64_t first, int64_t count, char* to) {
   auto x = static_cast<const char*>(o.x) + tiles.bytes(first * o.k);
-  return {matrix(x, o.k), o.w.matrix(), matrix(to + tiles.bytes(first * o.n), o.n), count, o.n, o.k};
+  return {matrix(x, o.k), o.w, matrix(to + tiles.bytes(first * o.n), o.n), count, o.n, o.k};
 }
 
 void multiply_wgrad(const MatmulAllReduce& o, Tiles& tiles) {

@@ -16,7 +16,7 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
                            cudaStream_t stream) {
   DeviceGuard guard(group.device);
   Tiles tiles(group, o.type, workspace, stream);
-  Parts parts(group, tier, tiles, o.rows, o.x, o.w.matrix(), o.k, o.n, workspace);
+  Parts parts(group, tier, tiles, o.rows, o.x, o.w.forward(), o.k, o.n, workspace);
   const int64_t own = o.rows.count(group.rank);
   const int64_t added = group.size == 2 && own >= least_split ? own / 256 * 128 : own;  // rows added by `add_parts`
 

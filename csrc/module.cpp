@@ -4,7 +4,9 @@
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
 
+#include <algorithm>
 #include <cstring>
+#include <initializer_list>
 
 #include "build_info.h"
 #include "check.h"
@@ -160,151 +162,138 @@ PyObject* group_connect(PyObject*, PyObject* args) {
   });
 }
 
-// Every operation's arguments begin alike.
+// Every operation's arguments begin alike, up to the weight.
 struct Call {
-  long long group, stream, workspace, workspace_bytes, tokens, each, k, n;
-  int tier, type;
+  long long group, stream, workspace, workspace_bytes, tokens, each, k, n, x, w, w_leading;
+  int tier, type_code;
 
-  Group& group_() const { return *at<Group>(group); }
-  Rows rows() const { return {tokens, each, group_().size}; }
+  bool parse(PyObject* args, const char* name, const char* rest, std::initializer_list<void*> more);
+
+  Group& owner() const { return *at<Group>(group); }
+  Rows rows() const { return {tokens, each, owner().size}; }
+  Weight weight() const { return {at<void>(w), w_leading}; }
+  Type type() const { return static_cast<Type>(type_code); }
 };
 
-#define CALL_FORMAT "LiLLLiLLLL"
-#define CALL_ARGUMENTS(call)                                                                                           \
-  &call.group, &call.tier, &call.stream, &call.workspace, &call.workspace_bytes, &call.type, &call.tokens, &call.each, \
-      &call.k, &call.n
-#define CALL_NAMES "group, tier, stream, workspace, workspace_bytes, type, tokens, each, k, n, "
+#define CALL_NAMES "group, tier, stream, workspace, workspace_bytes, type, tokens, each, k, n, x, w, w_leading, "
+
+// `rest` and `more`: the operation's own arguments, as for PyArg_ParseTuple.
+bool Call::parse(PyObject* args, const char* name, const char* rest, std::initializer_list<void*> more) {
+  void* own[8] = {};
+  std::copy(more.begin(), more.end(), own);
+  std::string format = std::string("LiLLLiLLLLLLL") + rest + ":" + name;
+  return PyArg_ParseTuple(args, format.c_str(), &group, &tier, &stream, &workspace, &workspace_bytes, &type_code,
+                          &tokens, &each, &k, &n, &x, &w, &w_leading, own[0], own[1], own[2], own[3], own[4], own[5],
+                          own[6], own[7]);
+}
 
 // Enqueues an operation.
 template <typename Operation>
 PyObject* run(const char* name, void (*function)(Group&, Tier, const Operation&, Workspace, cudaStream_t),
               const Call& call, const Operation& operation) {
   return unlocked([&] {
-    auto& group = call.group_();
+    auto& group = call.owner();
     auto stream = at<CUstream_st>(call.stream);
     Workspace workspace(at<void>(call.workspace), call.workspace_bytes);
     std::lock_guard<std::mutex> lock(group.mutex);
     group.check_alive();
     group.watchdog->begin(name, stream);
-    function(group, static_cast<Tier>(call.tier), operation, workspace, stream);
+    try {
+      function(group, static_cast<Tier>(call.tier), operation, workspace, stream);
+    } catch (const std::exception& error) {
+      group.fail(std::string(name) + " was broken off: " + error.what());  // the peers count on the rest of it
+      throw;
+    }
     group.watchdog->end(stream);
   });
 }
 
 PyObject* run_all_gather_matmul(PyObject*, PyObject* args) {
-  Call call;
-  long long x, w, w_leading, y, bias, pre, gathered;
-  int w_by_depth, activation;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLiLLL:all_gather_matmul", CALL_ARGUMENTS(call), &x, &w, &w_leading,
-                        &w_by_depth, &y, &activation, &bias, &pre, &gathered)) {
-    return nullptr;
-  }
-  return run("all_gather_matmul", all_gather_matmul, call,
-             AllGatherMatmul{call.rows(),
-                             call.k,
-                             call.n,
-                             at<void>(x),
-                             {at<void>(w), w_leading, w_by_depth != 0},
-                             at<void>(y),
-                             static_cast<Activation>(activation),
-                             at<void>(bias),
-                             at<void>(pre),
-                             at<void>(gathered),
-                             static_cast<Type>(call.type)});
+  Call c;
+  long long y, bias, pre;
+  int activation;
+  if (!c.parse(args, "all_gather_matmul", "LiLL", {&y, &activation, &bias, &pre})) return nullptr;
+  AllGatherMatmul operation{c.rows(),
+                            c.k,
+                            c.n,
+                            at<void>(c.x),
+                            c.weight(),
+                            at<void>(y),
+                            static_cast<Activation>(activation),
+                            at<void>(bias),
+                            at<void>(pre),
+                            c.type()};
+  return run("all_gather_matmul", all_gather_matmul, c, operation);
 }
 
 PyObject* run_matmul_reduce_scatter(PyObject*, PyObject* args) {
-  Call call;
-  long long x, w, w_leading, y, bias;
-  int w_by_depth;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLL:matmul_reduce_scatter", CALL_ARGUMENTS(call), &x, &w, &w_leading,
-                        &w_by_depth, &y, &bias)) {
-    return nullptr;
-  }
-  return run("matmul_reduce_scatter", matmul_reduce_scatter, call,
-             MatmulReduceScatter{call.rows(),
-                                 call.k,
-                                 call.n,
-                                 at<void>(x),
-                                 {at<void>(w), w_leading, w_by_depth != 0},
-                                 at<void>(y),
-                                 at<void>(bias),
-                                 static_cast<Type>(call.type)});
+  Call c;
+  long long y, bias;
+  if (!c.parse(args, "matmul_reduce_scatter", "LL", {&y, &bias})) return nullptr;
+  MatmulReduceScatter operation{c.rows(), c.k, c.n, at<void>(c.x), c.weight(), at<void>(y), at<void>(bias), c.type()};
+  return run("matmul_reduce_scatter", matmul_reduce_scatter, c, operation);
 }
 
 PyObject* run_column_backward(PyObject*, PyObject* args) {
-  Call call;
-  long long dpre, x, w, w_leading, dx, dw;
+  Call c;
+  long long dpre, dx, dw;
   int wants_dx, wants_dw;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLLii:column_backward", CALL_ARGUMENTS(call), &dpre, &x, &w, &w_leading,
-                        &dx, &dw, &wants_dx, &wants_dw)) {
-    return nullptr;
-  }
-  return run("column_backward", column_backward, call,
-             ColumnBackward{call.rows(),
-                            call.k,
-                            call.n,
-                            at<void>(dpre),
-                            at<void>(x),
-                            {at<void>(w), w_leading, false},
-                            at<void>(dx),
-                            at<void>(dw),
-                            wants_dx != 0,
-                            wants_dw != 0,
-                            static_cast<Type>(call.type)});
+  if (!c.parse(args, "column_backward", "LLLii", {&dpre, &dx, &dw, &wants_dx, &wants_dw})) return nullptr;
+  ColumnBackward operation{c.rows(),     c.k,          c.n,           at<void>(dpre), at<void>(c.x), c.weight(),
+                           at<void>(dx), at<void>(dw), wants_dx != 0, wants_dw != 0,  c.type()};
+  return run("column_backward", column_backward, c, operation);
 }
 
 PyObject* run_row_backward(PyObject*, PyObject* args) {
-  Call call;
-  long long dy, x, w, w_leading, dx, dw;
+  Call c;
+  long long dy, dx, dw;
   int wants_dx, wants_dw;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLLLLii:row_backward", CALL_ARGUMENTS(call), &dy, &x, &w, &w_leading, &dx,
-                        &dw, &wants_dx, &wants_dw)) {
-    return nullptr;
-  }
-  return run("row_backward", row_backward, call,
-             RowBackward{call.rows(),
-                         call.k,
-                         call.n,
-                         at<void>(dy),
-                         at<void>(x),
-                         {at<void>(w), w_leading, false},
-                         at<void>(dx),
-                         at<void>(dw),
-                         wants_dx != 0,
-                         wants_dw != 0,
-                         static_cast<Type>(call.type)});
+  if (!c.parse(args, "row_backward", "LLLii", {&dy, &dx, &dw, &wants_dx, &wants_dw})) return nullptr;
+  RowBackward operation{c.rows(),     c.k,          c.n,           at<void>(dy),  at<void>(c.x), c.weight(),
+                        at<void>(dx), at<void>(dw), wants_dx != 0, wants_dw != 0, c.type()};
+  return run("row_backward", row_backward, c, operation);
 }
 
 PyObject* run_matmul_all_reduce(PyObject*, PyObject* args) {
-  Call call;
-  long long x, w, w_leading, y, bias, whole_input, dw;
-  int w_by_depth, wants_dw;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLLLLi:matmul_all_reduce", CALL_ARGUMENTS(call), &x, &w, &w_leading,
-                        &w_by_depth, &y, &bias, &whole_input, &dw, &wants_dw)) {
-    return nullptr;
-  }
-  Weight weight{at<void>(w), w_leading, w_by_depth != 0};
-  return run("matmul_all_reduce", matmul_all_reduce, call,
-             MatmulAllReduce{call.tokens * call.each, call.k, call.n, at<void>(x), weight, at<void>(y), at<void>(bias),
-                             at<void>(whole_input), at<void>(dw), wants_dw != 0, static_cast<Type>(call.type)});
+  Call c;
+  long long y, bias;
+  if (!c.parse(args, "matmul_all_reduce", "LL", {&y, &bias})) return nullptr;
+  MatmulAllReduce operation{
+      c.rows().total(), c.k,     c.n,   at<void>(c.x), c.weight().forward(), at<void>(y), at<void>(bias),
+      nullptr,          nullptr, false, c.type()};
+  return run("matmul_all_reduce", matmul_all_reduce, c, operation);
 }
 
-// Its n are all ranks' output features.
+// k and n are the layer's, of which the matmul sums over the second.
+PyObject* run_whole_input_backward(PyObject*, PyObject* args) {
+  Call c;
+  long long dpre, dx, dw;
+  int wants_dw;
+  if (!c.parse(args, "whole_input_backward", "LLLi", {&dpre, &dx, &dw, &wants_dw})) return nullptr;
+  MatmulAllReduce operation{c.rows().total(),      c.n,           c.k,     at<void>(dpre),
+                            c.weight().backward(), at<void>(dx),  nullptr, at<void>(c.x),
+                            at<void>(dw),          wants_dw != 0, c.type()};
+  return run("whole_input_backward", matmul_all_reduce, c, operation);
+}
+
+// n is all ranks' output features.
 PyObject* run_matmul_all_gather(PyObject*, PyObject* args) {
-  Call call;
-  long long x, w, w_leading, y, bias, pre;
-  int w_by_depth, activation;
-  if (!PyArg_ParseTuple(args, CALL_FORMAT "LLLiLiLL:matmul_all_gather", CALL_ARGUMENTS(call), &x, &w, &w_leading,
-                        &w_by_depth, &y, &activation, &bias, &pre)) {
-    return nullptr;
-  }
-  Rows features{call.n, 1, call.group_().size};
-  Weight weight{at<void>(w), w_leading, w_by_depth != 0};
-  return run("matmul_all_gather", matmul_all_gather, call,
-             MatmulAllGather{features, call.tokens * call.each, call.k, at<void>(x), weight, at<void>(y),
-                             static_cast<Activation>(activation), at<void>(bias), at<void>(pre),
-                             static_cast<Type>(call.type)});
+  Call c;
+  long long y, bias, pre;
+  int activation;
+  if (!c.parse(args, "matmul_all_gather", "LiLL", {&y, &activation, &bias, &pre})) return nullptr;
+  Rows features{c.n, 1, c.owner().size};
+  MatmulAllGather operation{features,
+                            c.rows().total(),
+                            c.k,
+                            at<void>(c.x),
+                            c.weight(),
+                            at<void>(y),
+                            static_cast<Activation>(activation),
+                            at<void>(bias),
+                            at<void>(pre),
+                            c.type()};
+  return run("matmul_all_gather", matmul_all_gather, c, operation);
 }
 
 PyMethodDef methods[] = {
@@ -314,8 +303,7 @@ PyMethodDef methods[] = {
      "kernel_architecture(device) -> the architecture, such as 90, of the machine code that this device runs."},
     {"nccl_unique_id", nccl_unique_id, METH_NOARGS, "What all ranks give to `group_create`, made by one of them."},
     {"group_create", group_create, METH_VARARGS,
-     "group_create(device, rank, size, nccl_id, nccl_processors) -> group. All ranks together; max_ctas 0: NCCL's "
-     "choice."},
+     "group_create(device, rank, size, nccl_id, nccl_processors) -> group. All ranks together."},
     {"group_destroy", group_destroy, METH_VARARGS, "group_destroy(group). Waits for no other rank."},
     {"group_allocate", group_allocate, METH_VARARGS,
      "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},
@@ -325,19 +313,19 @@ PyMethodDef methods[] = {
      "group_disconnect(group): before any rank allocates anew; no operation may be under way on any of them."},
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},
     {"all_gather_matmul", run_all_gather_matmul, METH_VARARGS,
-     "all_gather_matmul(" CALL_NAMES
-     "x, w, w_leading, w_by_depth, y, activation, bias, pre, gathered); see operations.h."},
+     "all_gather_matmul(" CALL_NAMES "y, activation, bias, pre); see operations.h."},
     {"matmul_reduce_scatter", run_matmul_reduce_scatter, METH_VARARGS,
-     "matmul_reduce_scatter(" CALL_NAMES "x, w, w_leading, w_by_depth, y, bias); see operations.h."},
+     "matmul_reduce_scatter(" CALL_NAMES "y, bias); see operations.h."},
     {"column_backward", run_column_backward, METH_VARARGS,
-     "column_backward(" CALL_NAMES "dpre, x, w, w_leading, dx, dw, wants_dx, wants_dw); see operations.h."},
+     "column_backward(" CALL_NAMES "dpre, dx, dw, wants_dx, wants_dw); see operations.h."},
     {"row_backward", run_row_backward, METH_VARARGS,
-     "row_backward(" CALL_NAMES "dy, x, w, w_leading, dx, dw, wants_dx, wants_dw); see operations.h."},
+     "row_backward(" CALL_NAMES "dy, dx, dw, wants_dx, wants_dw); see operations.h."},
     {"matmul_all_reduce", run_matmul_all_reduce, METH_VARARGS,
-     "matmul_all_reduce(" CALL_NAMES
-     "x, w, w_leading, w_by_depth, y, bias, whole_input, dw, wants_dw); see operations.h."},
+     "matmul_all_reduce(" CALL_NAMES "y, bias); see operations.h."},
+    {"whole_input_backward", run_whole_input_backward, METH_VARARGS,
+     "whole_input_backward(" CALL_NAMES "dpre, dx, dw, wants_dw): a MatmulAllReduce with dw, see operations.h."},
     {"matmul_all_gather", run_matmul_all_gather, METH_VARARGS,
-     "matmul_all_gather(" CALL_NAMES "x, w, w_leading, w_by_depth, y, activation, bias, pre); see operations.h."},
+     "matmul_all_gather(" CALL_NAMES "y, activation, bias, pre); see operations.h."},
     {nullptr, nullptr, 0, nullptr},
 };
 

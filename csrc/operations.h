@@ -10,13 +10,13 @@ namespace tpfused {
 // Matmuls that overlap a collective. Each call enqueues everything on `stream` and on the group's own streams, which
 // rejoin it before the call returns; the host waits for nothing.
 
-// A weight: [n, k] as a linear layer's is, or [k, n] if `by_depth`, as it lies in the backward pass.
+// A linear layer's weight, [features out, features in]: forward multiplies by its transpose.
 struct Weight {
   const void* data;
   int64_t leading;  // entries from one row to the next
-  bool by_depth;
 
-  Matrix matrix() const { return {const_cast<void*>(data), leading, 0, !by_depth}; }
+  Matrix forward() const { return {const_cast<void*>(data), leading, true}; }
+  Matrix backward() const { return {const_cast<void*>(data), leading}; }
 };
 
 // y [total, n] = activation(x @ w.T + bias), x [total, k] all ranks' rows joined, of which this one gives its own.
@@ -29,7 +29,6 @@ struct AllGatherMatmul {
   Activation activation;
   const void* bias;  // or null
   void* pre;         // with gelu, or null: contiguous [total, n]
-  void* gathered;    // null, or contiguous [total, k]: x itself
   Type type;
 };
 void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& operation, Workspace workspace,
@@ -96,14 +95,14 @@ struct MatmulAllGather {
 void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& operation, Workspace workspace,
                        cudaStream_t stream);
 
-// y [m, n] = the sum over the ranks of x [m, k] @ w.T, plus bias, on every rank; parts and sums as in
+// y [m, n] = the sum over the ranks of x [m, k] @ w, plus bias, on every rank; parts and sums as in
 // `matmul_reduce_scatter`, except that the NCCL tier adds as NCCL does. With `dw`, the backward pass of a
 // column-parallel layer whose input is whole: x is dpre, y is dx, and dw [k, n] = dpre.T @ `whole_input` [m, n] hides
 // the exchange.
 struct MatmulAllReduce {
   int64_t m, k, n;
-  const void* x;  // contiguous
-  Weight w;
+  const void* x;            // contiguous
+  Matrix w;                 // a weight's `forward`, or its `backward` with dw
   void* y;                  // contiguous
   const void* bias;         // or null
   const void* whole_input;  // contiguous, for dw

@@ -31,7 +31,7 @@ class Tiles {
 };
 
 inline Matrix matrix(const void* data, int64_t leading, bool transposed = false) {
-  return {const_cast<void*>(data), leading, 0, transposed};
+  return {const_cast<void*>(data), leading, transposed};
 }
 
 }  // namespace tpfused

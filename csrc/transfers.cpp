@@ -9,24 +9,74 @@ void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
 }
 
-class CopyGather : public Gather {
+// What a gather and a scatter of one tier have in common.
+template <typename Interface>
+class ByCopies : public Interface {
+ public:
+  ByCopies(Group& group, Rows rows, int64_t row_bytes)
+      : group_(group), rows_(rows), row_bytes_(row_bytes), use_(group.next_use()) {}
+
+  int processors() const override { return 0; }
+
+  void finish(cudaStream_t stream) override {
+    follow(stream, group_.transfers);
+    group_.tell_emptied(use_, stream);
+  }
+
+ protected:
+  char* slot(int rank) const { return group_.peers->slot(rank, use_.slot); }
+
+  Group& group_;
+  Rows rows_;
+  int64_t row_bytes_;
+  Group::Use use_;
+};
+
+template <typename Interface>
+class ByNccl : public Interface {
+ public:
+  ByNccl(Group& group, Rows rows, int64_t row_bytes, char* memory)
+      : group_(group), rows_(rows), row_bytes_(row_bytes), memory_(memory) {}
+
+  int processors() const override { return group_.nccl_processors; }
+  void finish(cudaStream_t stream) override { follow(stream, group_.transfers); }
+
+ protected:
+  // One step of an exchange in which every rank sends to one peer and receives from another.
+  void send_and_receive(const void* sent, int64_t sent_bytes, int to, void* received, int64_t received_bytes,
+                        int from) {
+    ncclComm_t nccl = group_.nccl;
+    cudaStream_t transfers = group_.transfers;
+    check(ncclGroupStart(), "ncclGroupStart");
+    if (sent_bytes > 0) check(ncclSend(sent, sent_bytes, ncclInt8, to, nccl, transfers), "ncclSend");
+    if (received_bytes > 0) check(ncclRecv(received, received_bytes, ncclInt8, from, nccl, transfers), "ncclRecv");
+    check(ncclGroupEnd(), "ncclGroupEnd");
+  }
+
+  Group& group_;
+  Rows rows_;
+  int64_t row_bytes_;
+  char* memory_;  // what arrives
+};
+
+class CopyGather : public ByCopies<Gather> {
  public:
   CopyGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, cudaStream_t stream)
-      : group_(group), rows_(rows), row_bytes_(row_bytes), use_(group.next_use()) {
+      : ByCopies(group, rows, row_bytes) {
     const int rank = group.rank, size = group.size;
     const int64_t first = rows.first(rank) * row_bytes, bytes = rows.count(rank) * row_bytes;
     follow(group.transfers, stream);
     group.wait_until_emptied(use_);
     for (int step = 1; step < size; ++step) {
       int peer = (rank - step + size) % size;
-      copy(group.peers->slot(peer, use_.slot) + first, x, bytes, group.transfers);
+      copy(slot(peer) + first, x, bytes, group.transfers);
       group.tell_arrived(use_, peer, group.transfers);  // a rank without rows says so too
     }
-    if (whole) copy(group.peers->slot(rank, use_.slot) + first, x, bytes, group.transfers);
-    group.mark(rank, group.transfers);
+    if (whole) {
+      copy(slot(rank) + first, x, bytes, group.transfers);
+      group.mark(rank, group.transfers);
+    }
   }
-
-  int processors() const override { return 0; }
 
   const char* arrive(int owner, cudaStream_t stream) override {
     if (owner == group_.rank) {
@@ -37,33 +87,19 @@ class CopyGather : public Gather {
     return all() + rows_.first(owner) * row_bytes_;
   }
 
-  const char* all() const override { return group_.peers->slot(group_.rank, use_.slot); }
-
-  void finish(cudaStream_t stream) override {
-    follow(stream, group_.transfers);
-    group_.tell_emptied(use_, stream);
-  }
-
- private:
-  Group& group_;
-  Rows rows_;
-  int64_t row_bytes_;
-  Group::Use use_;
+  const char* all() const override { return slot(group_.rank); }
 };
 
-class CopyScatter : public Scatter {
+class CopyScatter : public ByCopies<Scatter> {
  public:
-  CopyScatter(Group& group, Rows rows, int64_t row_bytes)
-      : group_(group), rows_(rows), row_bytes_(row_bytes), use_(group.next_use()) {
+  CopyScatter(Group& group, Rows rows, int64_t row_bytes) : ByCopies(group, rows, row_bytes) {
     group.wait_until_emptied(use_);
   }
-
-  int processors() const override { return 0; }
 
   void send(int owner, const char* part, cudaStream_t stream) override {
     follow(group_.transfers, stream);
     int64_t bytes = rows_.count(owner) * row_bytes_;
-    copy(group_.peers->slot(owner, use_.slot) + group_.rank * bytes, part, bytes, group_.transfers);
+    copy(slot(owner) + group_.rank * bytes, part, bytes, group_.transfers);
     group_.tell_arrived(use_, owner, group_.transfers);
   }
 
@@ -71,102 +107,63 @@ class CopyScatter : public Scatter {
     std::vector<const void*> parts(group_.size);
     int64_t bytes = rows_.count(group_.rank) * row_bytes_;
     for (int from = 0; from < group_.size; ++from) {
-      parts[from] = from == group_.rank ? own : group_.peers->slot(group_.rank, use_.slot) + from * bytes;
+      parts[from] = from == group_.rank ? own : slot(group_.rank) + from * bytes;
       if (from != group_.rank) group_.wait_for_arrival(use_, from, stream);
     }
     return parts;
   }
-
-  void finish(cudaStream_t stream) override {
-    follow(stream, group_.transfers);
-    group_.tell_emptied(use_, stream);
-  }
-
- private:
-  Group& group_;
-  Rows rows_;
-  int64_t row_bytes_;
-  Group::Use use_;
 };
 
-// One step of an exchange in which every rank sends to one peer and receives from another.
-void send_and_receive(Group& group, const void* sent, int64_t sent_bytes, int to, void* received,
-                      int64_t received_bytes, int from) {
-  check(ncclGroupStart(), "ncclGroupStart");
-  if (sent_bytes > 0) check(ncclSend(sent, sent_bytes, ncclInt8, to, group.nccl, group.transfers), "ncclSend");
-  if (received_bytes > 0)
-    check(ncclRecv(received, received_bytes, ncclInt8, from, group.nccl, group.transfers), "ncclRecv");
-  check(ncclGroupEnd(), "ncclGroupEnd");
-}
-
-class NcclGather : public Gather {
+class NcclGather : public ByNccl<Gather> {
  public:
-  NcclGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, char* all, cudaStream_t stream)
-      : group_(group), rows_(rows), row_bytes_(row_bytes), all_(all) {
+  NcclGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, char* memory, cudaStream_t stream)
+      : ByNccl(group, rows, row_bytes, memory) {
     const int rank = group.rank, size = group.size;
     const int64_t bytes = rows.count(rank) * row_bytes;
     follow(group.transfers, stream);
     for (int step = 1; step < size; ++step) {
       int to = (rank - step + size) % size, from = (rank + step) % size;
-      send_and_receive(group, x, bytes, to, at(from), rows.count(from) * row_bytes, from);
+      send_and_receive(x, bytes, to, at(from), rows.count(from) * row_bytes, from);
       group.mark(from, group.transfers);
     }
-    if (whole) copy(at(rank), x, bytes, group.transfers);
-    group.mark(rank, group.transfers);
+    if (whole) {
+      copy(at(rank), x, bytes, group.transfers);
+      group.mark(rank, group.transfers);
+    }
   }
-
-  int processors() const override { return group_.nccl_processors; }
 
   const char* arrive(int owner, cudaStream_t stream) override {
     group_.wait_for_mark(owner, stream);
     return at(owner);
   }
 
-  const char* all() const override { return all_; }
-
-  void finish(cudaStream_t stream) override { follow(stream, group_.transfers); }
+  const char* all() const override { return memory_; }
 
  private:
-  char* at(int owner) const { return all_ + rows_.first(owner) * row_bytes_; }
-
-  Group& group_;
-  Rows rows_;
-  int64_t row_bytes_;
-  char* all_;
+  char* at(int owner) const { return memory_ + rows_.first(owner) * row_bytes_; }
 };
 
 // As many bytes as NCCL's own reduce-scatter, and the parts are added in the ranks' order.
-class NcclScatter : public Scatter {
+class NcclScatter : public ByNccl<Scatter> {
  public:
-  NcclScatter(Group& group, Rows rows, int64_t row_bytes, char* received)
-      : group_(group), rows_(rows), row_bytes_(row_bytes), received_(received) {}
-
-  int processors() const override { return group_.nccl_processors; }
+  using ByNccl::ByNccl;
 
   void send(int owner, const char* part, cudaStream_t stream) override {
     const int rank = group_.rank, size = group_.size;
     int from = (2 * rank - owner + size) % size;  // as far before this rank as the owner is after it
     int64_t bytes = rows_.count(rank) * row_bytes_;
     follow(group_.transfers, stream);
-    send_and_receive(group_, part, rows_.count(owner) * row_bytes_, owner, received_ + from * bytes, bytes, from);
+    send_and_receive(part, rows_.count(owner) * row_bytes_, owner, memory_ + from * bytes, bytes, from);
   }
 
   std::vector<const void*> receive(const char* own, cudaStream_t stream) override {
     follow(stream, group_.transfers);
     std::vector<const void*> parts(group_.size);
     for (int from = 0; from < group_.size; ++from) {
-      parts[from] = from == group_.rank ? own : received_ + from * rows_.count(group_.rank) * row_bytes_;
+      parts[from] = from == group_.rank ? own : memory_ + from * rows_.count(group_.rank) * row_bytes_;
     }
     return parts;
   }
-
-  void finish(cudaStream_t) override {}
-
- private:
-  Group& group_;
-  Rows rows_;
-  int64_t row_bytes_;
-  char* received_;
 };
 
 }  // namespace

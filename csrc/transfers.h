@@ -28,19 +28,23 @@ class Workspace {
   char *next_, *end_;
 };
 
-// Every rank's rows on their way here. Peers arrive in the order rank + 1, rank + 2, ...
-class Gather {
+class Transfer {
  public:
-  virtual ~Gather() = default;
+  virtual ~Transfer() = default;
   // How many multiprocessors it takes.
   virtual int processors() const = 0;
+  // After the last use on `stream` of what has arrived; `stream` also waits until all has left.
+  virtual void finish(cudaStream_t stream) = 0;
+};
+
+// Every rank's rows on their way here. Peers arrive in the order rank + 1, rank + 2, ...
+class Gather : public Transfer {
+ public:
   // Makes `stream` wait for the rows of `owner` (this rank only if `whole`) -> where they lie, one rank's after
   // another's.
   virtual const char* arrive(int owner, cudaStream_t stream) = 0;
   // All rows, when all have arrived.
   virtual const char* all() const = 0;
-  // After the last use of the rows on `stream`, which also waits until this rank's own have left.
-  virtual void finish(cudaStream_t stream) = 0;
 };
 
 // Starts it, after what is on `stream`. `x`: this rank's rows; `whole`: they are needed among the others too.
@@ -48,16 +52,12 @@ std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t
                                      Workspace& workspace, cudaStream_t stream);
 
 // Each rank's part of every rank's rows, on its way to their owner.
-class Scatter {
+class Scatter : public Transfer {
  public:
-  virtual ~Scatter() = default;
-  virtual int processors() const = 0;
   // Sends the part of the rows of `owner`, after what is on `stream`. All peers, in the order rank + 1, rank + 2, ...
   virtual void send(int owner, const char* part, cudaStream_t stream) = 0;
   // Makes `stream` wait for the peers' parts of this rank's rows -> all parts in the ranks' order, with this one's own.
   virtual std::vector<const void*> receive(const char* own, cudaStream_t stream) = 0;
-  // After the last use of the parts on `stream`, which also waits until those sent have left.
-  virtual void finish(cudaStream_t stream) = 0;
 };
 
 std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace);

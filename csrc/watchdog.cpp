@@ -38,15 +38,20 @@ cudaEvent_t Watchdog::new_event() {
 }
 
 void Watchdog::begin(const char* operation, cudaStream_t stream) {
-  std::lock_guard<std::mutex> lock(mutex_);
-  next_ = {operation, new_event(), new_event()};
+  {
+    std::lock_guard<std::mutex> lock(mutex_);
+    next_ = {operation, new_event(), new_event()};
+  }
+  // Without the lock, which the other thread needs: it is what frees a full stream, on which this would wait.
   check(cudaEventRecord(next_.begun, stream), "cudaEventRecord");
 }
 
 void Watchdog::end(cudaStream_t stream) {
+  check(cudaEventRecord(next_.ended, stream), "cudaEventRecord");
+  bool first = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
-    check(cudaEventRecord(next_.ended, stream), "cudaEventRecord");
+    first = watched_.empty();
     watched_.push_back(next_);
     // Those that have ended need no thread to say so, and their events serve again.
     while (watched_.size() > 1 && cudaEventQuery(watched_.front().ended) == cudaSuccess) {
@@ -55,7 +60,7 @@ void Watchdog::end(cudaStream_t stream) {
       watched_.pop_front();
     }
   }
-  wake_.notify_all();
+  if (first) wake_.notify_all();  // else it looks every now and then
 }
 
 void Watchdog::watch() {

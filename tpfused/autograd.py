@@ -6,6 +6,12 @@ from collections.abc import Callable
 from functools import wraps
 
 import torch
+from torch import Tensor
+
+
+def records_gradient(*tensors: Tensor | None) -> bool:
+    """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too)."""
+    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
 def once_differentiable(backward: Callable) -> Callable:

@@ -42,6 +42,24 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
         raise TypeError(f"{layer}: the input is {x.dtype}, the weight {weight.dtype}")
 
 
+def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: str) -> None:
+    """`weight` is ``[n, k]``, `x` as `check_input` says of k features, and `bias` ``[n]``, like the weight."""
+    if not isinstance(weight, Tensor) or weight.ndim != 2:
+        got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
+        raise ValueError(f"{operation}: the weight must be a matrix [out features, in features], not {got}")
+    check_input(x, weight.shape[1], weight, operation)
+    if bias is None:
+        return
+    if bias.shape != weight.shape[:1]:
+        raise ValueError(
+            f"{operation}: the bias must have {weight.shape[0]} features like the weight, not shape {tuple(bias.shape)}"
+        )
+    if bias.device != weight.device:
+        raise ValueError(f"{operation}: the bias is on {bias.device}, the weight on {weight.device}")
+    if bias.dtype != weight.dtype:
+        raise TypeError(f"{operation}: the bias is {bias.dtype}, the weight {weight.dtype}")
+
+
 def check_sequence_dim(sequence_dim: int) -> None:
     if not isinstance(sequence_dim, int):
         raise TypeError(f"sequence_dim must be an integer, not {sequence_dim!r}")

@@ -172,7 +172,7 @@ def test_the_hook_runs_before_each_tile(device):
 def test_the_hook_runs_before_each_tile_on_hopper():
     """Where two programs share a tile, once for each of them."""
     for m, n in ((2048, 2304), (1700, 2832)):  # 16 x 9 and 14 x 12 tiles
-        x, w = torch.randn(m, 512, device="cuda").half(), torch.randn(512, n, device="cuda").half()
+        x, w = torch.randn(m, 2048, device="cuda").half(), torch.randn(2048, n, device="cuda").half()
         seen, y = torch.zeros(-(-m // 128), dtype=torch.int32, device="cuda"), x.new_empty(m, n)
         matmul(x, w, y, before_tile=_note, hook=seen)
         assert (seen >= -(-n // 256)).all() and (seen <= 2 * -(-n // 256)).all()

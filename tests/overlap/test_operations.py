@@ -38,6 +38,12 @@ def poison(ctx, like):
     torch.full_like(like, torch.nan, device=ctx.device)
 
 
+def check(block, actual, dense, inputs, grad, parts, what):
+    """`parts`: the dimension of which this rank has its part. The ranks' own sums are rounded before they are added,
+    which eager torch's are not: a chain of operations."""
+    compare(actual, dense, inputs, grad, lambda name, whole: block.own(whole, parts[name]), what, chain=True)
+
+
 def check_all_gather_matmul(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
@@ -66,7 +72,7 @@ def check_all_gather_matmul(ctx, tp, seed):
 
             parts = {"out": -1, "x": dim, "weight": 0, "bias": 0}
             what = f"{name} {dtype} {tokens, batch, k, n} {activation} dim {dim}"
-            compare(actual, dense, inputs, grad, lambda key, v, parts=parts: block.own(v, parts[key]), what, chain=True)
+            check(block, actual, dense, inputs, grad, parts, what)
 
 
 def check_matmul_reduce_scatter(ctx, tp, seed):
@@ -92,7 +98,7 @@ def check_matmul_reduce_scatter(ctx, tp, seed):
             parts = {"out": dim, "x": -1, "weight": 1}
             what = f"{name} {dtype} {tokens, batch, k, n} dim {dim}"
             inputs = {"x": x, "weight": weight}
-            compare(actual, dense, inputs, grad, lambda key, v, parts=parts: block.own(v, parts[key]), what, chain=True)
+            check(block, actual, dense, inputs, grad, parts, what)
             if with_bias:
                 own = block.own(grad, dim).double().flatten(0, 1).sum(0)
                 torch.testing.assert_close(mine["bias"].grad.double(), own, rtol=2e-2, atol=2e-2)
@@ -119,7 +125,7 @@ def check_matmul_all_reduce(ctx, tp, seed):
         def dense(x, weight, bias):
             return F.linear(x, weight, bias)
 
-        compare(actual, dense, inputs, grad, lambda key, v, parts=parts: block.own(v, parts[key]), what, chain=True)
+        check(block, actual, dense, inputs, grad, parts, what)
 
 
 def check_whole_input(ctx, tp, seed, gather):
@@ -147,7 +153,7 @@ def check_whole_input(ctx, tp, seed, gather):
                 return activate(F.linear(x, weight, bias), activation)
 
             what = f"{name} {dtype} {tokens, batch, k, n} {activation} gather {gather}"
-            compare(actual, dense, inputs, grad, lambda key, v, parts=parts: block.own(v, parts[key]), what, chain=True)
+            check(block, actual, dense, inputs, grad, parts, what)
 
 
 def check_refusals(ctx, tp):
@@ -163,6 +169,13 @@ def check_refusals(ctx, tp):
         matmul_all_gather(x, weight, out_features=99, **block.place)
     with refuses(ValueError, "sequence_dim 1"):
         matmul_reduce_scatter(x, weight, sequence_dim=1, **block.place)
+    for operation in (all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce, column_matmul, matmul_all_gather):
+        with refuses(ValueError, "a matrix", (6,)):
+            operation(x, weight[0], **block.place)
+        with refuses(ValueError, operation.__name__, "5 features", (6,)):
+            operation(x, weight, torch.ones(6, device=ctx.device), **block.place)
+        with refuses(TypeError, operation.__name__, "bfloat16", "float32"):
+            operation(x, weight, torch.ones(5, device=ctx.device).bfloat16(), **block.place)
     with refuses(TypeError, "float64"):
         matmul_reduce_scatter(x.double(), weight, **block.place)
     with pytest.raises(ValueError, match="tier must be one of"), tier("carrier pigeon"):

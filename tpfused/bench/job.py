@@ -1,10 +1,7 @@
 """`tpfused bench kernels`: the cases that were asked for, one after the other, then tables, files and plots."""
 
 import difflib
-import importlib.util
-import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,10 +11,9 @@ from tpfused.bench.case import OPTIONAL, Case, Setting
 from tpfused.bench.console import make_console
 from tpfused.bench.measure import GpuTimer
 from tpfused.bench.operations import cases, summary
-from tpfused.bench.results import write_csv, write_json
+from tpfused.bench.outputs import check_options, write
 from tpfused.bench.runner import DTYPES, Row, is_bad, run_case
 from tpfused.cli.errors import UserError
-from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
 
 ROUNDS, QUICK_ROUNDS = 21, 7
@@ -86,9 +82,9 @@ def measure(chosen: list[Case], options: Mapping[str, Any], timer, device: str =
             found = run_case(case, setting, timer, rounds, options["eager_time"], options["without"] or ())
             progress.done(found)
             rows += found
-            _write(options, meta, rows)
+            write(options, meta, rows)
     meta["complete"] = True
-    _write(options, meta, rows)
+    write(options, meta, rows)
     _report(console, options, meta, rows)
     return 1 if any(map(is_bad, rows)) else 0
 
@@ -131,39 +127,15 @@ def _report(console, options: Mapping[str, Any], meta: Mapping[str, Any], rows: 
             console.say(f"wrote {path}")
 
 
-def _write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list[Row]) -> None:
-    if options["json"]:
-        write_json(options["json"], meta, rows)
-    if options["csv"]:
-        write_csv(options["csv"], rows)
-
-
 def _check(options: Mapping[str, Any]) -> None:
     """Find out before the measurements what would spoil their report."""
-    if options["rounds"] is not None and options["rounds"] < 1:
-        raise UserError(f"--rounds must be at least 1, not {options['rounds']}")
+    check_options(options)
     if options["dtype"] not in DTYPES:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(DTYPES)}")
-    if options["seed"] is not None and not 0 <= options["seed"] < 2**63:
-        raise UserError(f"--seed must be at least 0 and below 2**63, not {options['seed']}")
     known = {variant for name in OPERATIONS for case in cases(name) for variant in case.variants} - {"ours", "eager"}
     for name in options["without"] or ():
         if name not in known:
             raise UserError(f"--without {name}: choose {', '.join(sorted(known))} (ours and eager stay)")
-    for option in ("json", "csv"):
-        if options[option] is not None:
-            check_writable(option, options[option])
-    if options["json"] and options["csv"] and os.path.realpath(options["json"]) == os.path.realpath(options["csv"]):
-        raise UserError(f"--json and --csv are one file, {options['json']}")
-    if options["plot"] is not None:
-        if importlib.util.find_spec("matplotlib") is None:
-            raise UserError('--plot needs matplotlib: pip install "tpfused[bench]"')
-        try:
-            Path(options["plot"]).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"--plot {options['plot']}: {error.strerror}") from error
-        if not os.access(options["plot"], os.W_OK):
-            raise UserError(f"--plot {options['plot']} cannot be written")
 
 
 def _compile(function: Callable) -> Callable:

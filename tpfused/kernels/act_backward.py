@@ -78,7 +78,7 @@ def _add_sums_kernel(sums_ptr, out_ptr, parts, n, BLOCK: tl.constexpr):
     _add_sums(sums_ptr, out_ptr, parts, n, tl.program_id(0) * BLOCK + tl.arange(0, BLOCK))
 
 
-def act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> tuple[Tensor, Tensor]:
+def act_backward(dy: Tensor, pre: Tensor | None, activation: int, with_sums: bool) -> tuple[Tensor, Tensor]:
     """-> ``dy * act'(pre)`` (dy itself without an activation) and, or empty, the sum of its rows."""
     m, n = dy.shape
     block = block_of(n, 512)
@@ -93,12 +93,13 @@ def act_backward(dy: Tensor, pre: Tensor, activation: int, with_sums: bool) -> t
     if dy.numel() == 0:
         return dpre, total.zero_()
     if activation or with_sums:
-        dy, pre = unit_stride(dy), pre.contiguous()
+        dy = unit_stride(dy)
+        pre = pre.contiguous() if activation else dy
         sums = finished = dy
-        if with_sums:
-            sums = torch.empty(parts, n, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
-            finished = flags(dy.device)
         with on_device_of(dy):
+            if with_sums:
+                sums = torch.empty(parts, n, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
+                finished = flags(dy.device)
             launch(
                 _act_backward_kernel, (cdiv(n, block), parts),
                 dy, pre, dpre, sums, total, finished, m, n, each, dy.stride(0),
@@ -118,7 +119,7 @@ def add_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _bias_grad(dy: Tensor) -> Tensor:
-    return act_backward(dy, dy, 0, True)[1]
+    return act_backward(dy, None, 0, True)[1]
 
 
 def _fake_bias_grad(dy):

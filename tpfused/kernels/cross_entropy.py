@@ -242,19 +242,8 @@ def _overlaps(x: Tensor) -> bool:
     return False
 
 
-def _write_gradient(
-    dx: Tensor,
-    x: Tensor,
-    target: Tensor,
-    log_z: Tensor,
-    dloss: Tensor,
-    vocab_start: int,
-    vocab_size: int,
-    ignore_index: int,
-    smoothing: float,
-    z_loss: float,
-) -> None:
-    """To `dx`, which may be `x`: a program has read what it writes."""
+def _write_gradient(dx: Tensor, x: Tensor, target: Tensor, log_z: Tensor, dloss: Tensor, *numbers) -> None:
+    """To `dx`, which may be `x`: a program has read what it writes. `numbers`: `_backward`'s."""
     if x.numel() == 0:
         return
     dloss = dloss.reshape(-1)
@@ -263,7 +252,7 @@ def _write_gradient(
     with on_device_of(x):
         launch(
             _backward_kernel, (target.numel(), cdiv(width, block)),
-            x, target.contiguous(), log_z, dloss, dx, width, vocab_start, vocab_size, ignore_index, smoothing, z_loss,
+            x, target.contiguous(), log_z, dloss, dx, width, *numbers,
             x.shape[1], x.stride(0), x.stride(1), dx.stride(0), dx.stride(1), dloss.stride(0),
             COMPUTE=compute_type(x), BLOCK=block, num_warps=16,
         )  # fmt: skip

@@ -81,11 +81,9 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
         kind = type(x)
         if kind is int:
             key.append((x == 1, x % 16 == 0, -(2**31) <= x < 2**31))
-        elif kind is Tensor or kind is nn.Parameter:
-            key.append((x.dtype, x.data_ptr() % 16 == 0))
         elif kind is float or x is None:
             key.append(kind)
-        elif isinstance(x, Tensor):  # of a subclass
+        elif isinstance(x, Tensor):
             key.append((x.dtype, x.data_ptr() % 16 == 0))
         else:  # a TMA descriptor; its layout follows from these
             key.append((x.base.dtype, *x.block_shape))

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tpfused.autograd import records_gradient
 from tpfused.kernels.act_backward import act_backward, add_sums, bias_grad
 from tpfused.kernels.activations import ACTIVATIONS, activate
 from tpfused.kernels.choices import choose
@@ -85,7 +86,7 @@ def linear_act(
     if backend not in (None, *BACKENDS):
         raise ValueError(f"backend must be None or one of {BACKENDS}, not {backend!r}")
     act = ACTIVATIONS[activation]
-    training = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in (x, weight, bias))
+    training = records_gradient(x, weight, bias)
     # relu's derivative can be told from its result.
     keeps_pre = training and not recompute and (gated or act not in (0, ACTIVATIONS["relu"]))
     if backend is not None and backend not in _possible(x, bias, act, gated, keeps_pre):
@@ -116,7 +117,7 @@ def dgrad_act(dy: Tensor, weight: Tensor, pre: Tensor, activation: str | None) -
     if dy.ndim != 2 or weight.ndim != 2 or shapes[2] != (shapes[0][0], shapes[1][1]) or shapes[0][1] != shapes[1][0]:
         raise ValueError(f"dy {shapes[0]}, weight {shapes[1]} and pre {shapes[2]} are not [M, K], [K, N] and [M, N]")
     _check(dy, weight.T, None, activation, False, None)
-    if torch.is_grad_enabled() and any(t.requires_grad for t in (dy, weight, pre)):
+    if records_gradient(dy, weight, pre):
         raise ValueError("dgrad_act is a backward pass, which can't be differentiated: call it under torch.no_grad()")
     if pre.dtype != dy.dtype or pre.device != dy.device:
         raise ValueError(f"pre is {pre.dtype} on {pre.device}, dy {dy.dtype} on {dy.device}")

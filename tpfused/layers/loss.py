@@ -44,7 +44,8 @@ def vocab_parallel_cross_entropy(
     runs. Differentiable once.
 
     Args:
-        logits: ``[..., vocabulary shard]``, floating; computed in float32 (float64 for float64). Not changed.
+        logits: ``[..., vocabulary shard]``, floating; computed in float32 (float64 for float64). Not changed, unless
+            `overwrite_logits`.
         target: int64 ``[...]``, global ids, the same on every rank; `ignore_index` marks tokens left out.
         vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are as wide as this one;
             uneven shards, and gathered logits, are then taken for something else.

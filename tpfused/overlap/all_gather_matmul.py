@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.autograd import once_differentiable
+from tpfused.autograd import once_differentiable, records_gradient
 from tpfused.group import resolve_group
-from tpfused.kernels.act_backward import act_backward, bias_grad
+from tpfused.kernels.act_backward import act_backward
 from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.kernels.linear_act import apply_activation
 from tpfused.overlap import calls
@@ -52,10 +52,10 @@ def all_gather_matmul(
     """
     tp = resolve_group(group, mesh)
     checks.check_activation(activation)
-    checks.check_input(x_shard_m, weight.shape[1], weight, NAME)
+    checks.check_operands(x_shard_m, weight, bias, NAME)
     dim = checks.token_dim(x_shard_m, sequence_dim, NAME)
     total_len = checks.total_tokens(x_shard_m, dim, total_len, tp, NAME)
-    chosen = choose(tp, x_shard_m, weight, bias)
+    chosen = choose(tp, x_shard_m)
     batch = calls.batch_of(x_shard_m, dim)
     # What decides must be the same on every rank: not its own tokens or output features, of which it may have none.
     if chosen is None or torch.is_autocast_enabled("cuda") or min(total_len, weight.shape[1], *batch) == 0:
@@ -64,7 +64,8 @@ def all_gather_matmul(
         )
     rows = Rows(total_len, math.prod(batch))
     x = calls.to_rows(x_shard_m, dim)
-    y = _AllGatherMatmul.apply(x, weight, bias, ACTIVATIONS[activation], rows, Link(*chosen))
+    training = records_gradient(x, weight, bias)
+    y = _AllGatherMatmul.apply(x, weight, bias, ACTIVATIONS[activation], rows, Link(*chosen), training)
     return calls.from_rows(y, total_len, batch, dim)
 
 
@@ -76,9 +77,8 @@ class _AllGatherMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, activation, rows, link):
-        training = any(ctx.needs_input_grad)
-        x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
+    def forward(ctx, x, weight, bias, activation, rows, link, training):
+        x, weight = x.contiguous(), calls.as_matrix(weight)
         bias = None if bias is None else bias.contiguous()
         by_epilogue = {ACTIVATIONS["relu"]: calls.RELU, ACTIVATIONS["gelu_tanh"]: calls.GELU_TANH}.get(activation, 0)
         if by_epilogue == calls.GELU_TANH and (weight.shape[0] % 8 or x.element_size() == 4):
@@ -98,12 +98,8 @@ class _AllGatherMatmul(torch.autograd.Function):
     def backward(ctx, dy):
         x, weight, pre = ctx.saved_tensors
         needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dpre, dbias = dy.contiguous(), None
-        if ctx.activation:
-            dpre, dbias = act_backward(dpre, pre, ctx.activation, needs_bias)
-        elif needs_bias:
-            dbias = bias_grad(dpre)
+        dpre, dbias = act_backward(dy.contiguous(), pre, ctx.activation, needs_bias)
         dx = dweight = None
         if needs_x or needs_weight:
             dx, dweight = calls.column_backward(ctx.link, dpre, x, weight, ctx.rows, needs_x, needs_weight)
-        return dx, dweight, dbias if needs_bias else None, None, None, None
+        return dx, dweight, dbias if needs_bias else None, None, None, None, None

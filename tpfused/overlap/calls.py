@@ -11,7 +11,7 @@ from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator
 from tpfused.overlap.tiers import TIERS
 from tpfused.sharding import padded_shard_size
 
-ALL_REDUCE_BLOCKS = 4  # of rows, at most
+ALL_REDUCE_BLOCKS = 4  # of rows, at most: `Blocks::most` of csrc/blocks.h
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 
 
@@ -62,9 +62,9 @@ class Link:
     def by_nccl(self) -> bool:
         return self.tier == "nccl"
 
-    def run(self, operation: str, x: Tensor, rows: Rows, k: int, n: int, slot: int, staged: int, *arguments) -> None:
-        """Call the extension. In entries of x's dtype: `slot` of memory that peers write (not by NCCL), and `staged` of
-        this rank's own."""
+    def run(self, operation: str, x: Tensor, weight: Tensor, rows: Rows, n: int, slot: int, staged: int, *more) -> None:
+        """Call the extension. `n`: output features, all ranks' where they are gathered. In entries of x's dtype: `slot`
+        of memory that peers write (not by NCCL), and `staged` of this rank's own."""
         c = self.communicator
         bytes_ = x.element_size()
         if not self.by_nccl:
@@ -72,10 +72,18 @@ class Link:
         size = WORKSPACE + staged * bytes_ + 4096
         workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
         kind = TF32 if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[x.dtype]
+        k = weight.shape[1]
         getattr(c.module, operation)(
             c.handle, TIERS.index(self.tier), torch.cuda.current_stream(x.device).cuda_stream,
-            workspace.data_ptr(), size, kind, rows.tokens, rows.each, k, n, *arguments,
+            workspace.data_ptr(), size, kind, rows.tokens, rows.each, k, n,
+            x.data_ptr(), weight.data_ptr(), max(weight.stride(0), k), *more,
         )  # fmt: skip
+
+
+def as_matrix(weight: Tensor) -> Tensor:
+    """A weight whose rows cuBLASLt can step over: contiguous ones that do not overlap."""
+    by_rows = weight.stride(1) == 1 and (weight.shape[0] == 1 or weight.stride(0) >= weight.shape[1])
+    return weight if by_rows else weight.contiguous()
 
 
 def all_gather_matmul(
@@ -86,33 +94,25 @@ def all_gather_matmul(
     slot = rows.padded(link.communicator.size) * k
     y = x.new_empty(rows.total, n)
     pre = torch.empty_like(y) if keeps_pre else None
-    link.run(
-        "all_gather_matmul", x, rows, k, n, slot, link.by_nccl * slot,
-        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), activation,
-        _address(bias), _address(pre), 0,
-    )  # fmt: skip
+    more = y.data_ptr(), activation, _address(bias), _address(pre)
+    link.run("all_gather_matmul", x, weight, rows, n, slot, link.by_nccl * slot, *more)
     return y, pre
 
 
 def matmul_reduce_scatter(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, own: int) -> Tensor:
-    n, k = weight.shape
+    n = weight.shape[0]
     slot = rows.padded(link.communicator.size) * n
     y = x.new_empty(own, n)
-    link.run(
-        "matmul_reduce_scatter", x, rows, k, n, slot, rows.total * n + link.by_nccl * slot,
-        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), _address(bias),
-    )  # fmt: skip
+    staged = rows.total * n + link.by_nccl * slot
+    link.run("matmul_reduce_scatter", x, weight, rows, n, slot, staged, y.data_ptr(), _address(bias))
     return y
 
 
 def matmul_all_reduce(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
-    n, k = weight.shape
+    n = weight.shape[0]
     y = x.new_empty(rows.total, n)
-    slot = (rows.total + ALL_REDUCE_BLOCKS * link.communicator.size) * n  # shares of each block are rounded up
-    link.run(
-        "matmul_all_reduce", x, rows, k, n, slot, (not link.by_nccl) * rows.total * n,
-        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), _address(bias), 0, 0, 0,
-    )  # fmt: skip
+    slot, staged = _all_reduced(link, rows, n)
+    link.run("matmul_all_reduce", x, weight, rows, n, slot, staged, y.data_ptr(), _address(bias))
     return y
 
 
@@ -120,32 +120,20 @@ def whole_input_backward(
     link: Link, dpre: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_weight: bool
 ) -> tuple[Tensor, Tensor | None]:
     """-> the gradients of x, all-reduced, and of the weight, whose matmul hides that."""
-    n, k = weight.shape
-    dx = torch.empty_like(x)
-    dweight = weight.new_empty(n, k) if needs_weight else None
-    slot = (rows.total + ALL_REDUCE_BLOCKS * link.communicator.size) * k
-    link.run(
-        "matmul_all_reduce", dpre, rows, n, k, slot, (not link.by_nccl) * rows.total * k,
-        dpre.data_ptr(), weight.data_ptr(), weight.stride(0), 1, dx.data_ptr(), 0,
-        x.data_ptr(), _address(dweight), needs_weight,
-    )  # fmt: skip
-    return dx, dweight
+    sizes = _all_reduced(link, rows, weight.shape[1])
+    return _backward("whole_input_backward", link, dpre, x, weight, rows, *sizes, (True, needs_weight), needs_weight)
 
 
 def matmul_all_gather(
     link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, features: int, activation: int, pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """-> all ranks' `features`, and of this rank's own what the activation is of, for GELU_TANH."""
-    n, k = weight.shape
     y = x.new_empty(rows.total, features)
-    own_pre = x.new_empty(rows.total, n) if pre else None
+    own_pre = x.new_empty(rows.total, weight.shape[0]) if pre else None
     padded = padded_shard_size(features, link.communicator.size)
-    staged = rows.total * padded * (1 + link.communicator.size)
-    link.run(
-        "matmul_all_gather", x, rows, k, features, rows.total * features, link.by_nccl * staged,
-        x.data_ptr(), weight.data_ptr(), weight.stride(0), 0, y.data_ptr(), activation,
-        _address(bias), _address(own_pre),
-    )  # fmt: skip
+    slot, staged = rows.total * features, rows.total * padded * (1 + link.communicator.size)
+    more = y.data_ptr(), activation, _address(bias), _address(own_pre)
+    link.run("matmul_all_gather", x, weight, rows, features, slot, link.by_nccl * staged, *more)
     return y, own_pre
 
 
@@ -153,32 +141,35 @@ def column_backward(
     link: Link, dpre: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """-> the gradients of x (own rows) and of the weight."""
-    n, k = weight.shape
+    k = weight.shape[1]
     slot = rows.padded(link.communicator.size) * k
-    dx = torch.empty_like(x) if needs_x else None
-    dweight = weight.new_empty(n, k) if needs_weight else None
-    link.run(
-        "column_backward", dpre, rows, k, n, slot, rows.total * k + link.by_nccl * 2 * slot,
-        dpre.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
-        needs_x, needs_weight,
-    )  # fmt: skip
-    return dx, dweight
+    needs = needs_x, needs_weight
+    staged = rows.total * k + link.by_nccl * 2 * slot
+    return _backward("column_backward", link, dpre, x, weight, rows, slot, staged, needs, *needs)
 
 
 def row_backward(
     link: Link, dy: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_x: bool, needs_weight: bool
 ) -> tuple[Tensor | None, Tensor | None]:
     """-> the gradients of x (all rows) and of the weight."""
-    n, k = weight.shape
-    slot = rows.padded(link.communicator.size) * n
-    dx = torch.empty_like(x) if needs_x else None
-    dweight = weight.new_empty(n, k) if needs_weight else None
-    link.run(
-        "row_backward", dy, rows, k, n, slot, link.by_nccl * slot,
-        dy.data_ptr(), x.data_ptr(), weight.data_ptr(), weight.stride(0), _address(dx), _address(dweight),
-        needs_x, needs_weight,
-    )  # fmt: skip
+    slot = rows.padded(link.communicator.size) * weight.shape[0]
+    needs = needs_x, needs_weight
+    return _backward("row_backward", link, dy, x, weight, rows, slot, link.by_nccl * slot, needs, *needs)
+
+
+def _backward(operation, link, dy, x, weight, rows, slot, staged, needs, *flags) -> tuple[Tensor | None, Tensor | None]:
+    """`needs`: which gradients, of x and of the weight; `flags`: what the extension is told of that."""
+    dx = torch.empty_like(x) if needs[0] else None
+    dweight = weight.new_empty(weight.shape) if needs[1] else None
+    more = dy.data_ptr(), _address(dx), _address(dweight), *flags
+    link.run(operation, x, weight, rows, weight.shape[0], slot, staged, *more)
     return dx, dweight
+
+
+def _all_reduced(link: Link, rows: Rows, features: int) -> tuple[int, int]:
+    """Entries of `slot` and `staged`."""
+    shares = ALL_REDUCE_BLOCKS * link.communicator.size  # of each block, rounded up
+    return (rows.total + shares) * features, (not link.by_nccl) * rows.total * features
 
 
 def _address(x: Tensor | None) -> int:

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.autograd import once_differentiable
+from tpfused.autograd import once_differentiable, records_gradient
 from tpfused.collectives import gather_from_group
 from tpfused.group import TPGroup, resolve_group
-from tpfused.kernels.act_backward import act_backward, bias_grad
+from tpfused.kernels.act_backward import act_backward
 from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.kernels.linear_act import AUTOMATIC, linear_act_forward
 from tpfused.kernels.matmul import product
@@ -50,11 +50,13 @@ def column_matmul(
         ValueError, TypeError: as `ColumnParallelLinear`; before any collective.
     """
     tp = resolve_group(group, mesh)
-    link = _link(x, weight, bias, activation, tp, "column_matmul")
+    _check(x, weight, bias, activation, "column_matmul")
+    link = _link(x, tp)
     if link is None:
         return reference.column_parallel_linear(x, weight, bias, tp, activation=activation)
     rows = Rows(math.prod(x.shape[:-1]), 1)
-    y = _ColumnMatmul.apply(x.reshape(rows.total, x.shape[-1]), weight, bias, ACTIVATIONS[activation], rows, link)
+    arguments = ACTIVATIONS[activation], rows, link, records_gradient(x, weight, bias)
+    y = _ColumnMatmul.apply(x.reshape(rows.total, x.shape[-1]), weight, bias, *arguments)
     return y.view(*x.shape[:-1], weight.shape[0])
 
 
@@ -80,6 +82,7 @@ def matmul_all_gather(
         ``[..., out_features]``.
     """
     tp = resolve_group(group, mesh)
+    _check(x, weight, bias, activation, "matmul_all_gather")
     features = weight.shape[0] * tp.size if out_features is None else out_features
     own = shard_size(features, tp.size, tp.rank)
     if weight.shape[0] != own:
@@ -87,13 +90,13 @@ def matmul_all_gather(
             f"matmul_all_gather: of out_features {features} rank {tp.rank} of {tp.size} owns {own}, but its weight has "
             f"shape {tuple(weight.shape)}"
         )
-    link = _link(x, weight, bias, activation, tp, "matmul_all_gather")
+    link = _link(x, tp)
     if link is None or features == 0:
         return reference.column_parallel_linear(x, weight, bias, tp, activation=activation, gather_features=features)
     if not _by_epilogue(ACTIVATIONS[activation], x, features, tp):
         return gather_from_group(column_matmul(x, weight, bias, activation, group=tp), x.ndim - 1, features, tp)
     rows = Rows(math.prod(x.shape[:-1]), 1)
-    arguments = ACTIVATIONS[activation], rows, features, link
+    arguments = ACTIVATIONS[activation], rows, features, link, records_gradient(x, weight, bias)
     y = _MatmulAllGather.apply(x.reshape(rows.total, x.shape[-1]), weight, bias, *arguments)
     return y.view(*x.shape[:-1], features)
 
@@ -105,30 +108,23 @@ def _by_epilogue(activation: int, x: Tensor, features: int, tp: TPGroup) -> bool
     return activation in (0, RELU)
 
 
-def _link(
-    x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, tp: TPGroup, name: str
-) -> Link | None:
+def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, name: str) -> None:
     checks.check_activation(activation)
-    checks.check_input(x, weight.shape[1], weight, name)
-    chosen = choose(tp, x, weight, bias)
+    checks.check_operands(x, weight, bias, name)
+
+
+def _link(x: Tensor, tp: TPGroup) -> Link | None:
+    chosen = choose(tp, x)
     # What decides must be the same on every rank: not its output features, of which it may have none.
     if chosen is None or torch.is_autocast_enabled("cuda") or min(x.shape) == 0:
         return None
     return Link(*chosen)
 
 
-def _unit_stride(weight: Tensor) -> Tensor:
-    return weight if weight.stride(1) == 1 else weight.contiguous()
-
-
 def _backward(ctx, dy: Tensor, x: Tensor, weight: Tensor, pre: Tensor | None) -> tuple[Tensor | None, ...]:
     """-> dx, dweight, dbias from the gradient of this rank's outputs; `pre` (relu: y) for the activation."""
     needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    dpre, dbias = dy.contiguous(), None
-    if ctx.activation:
-        dpre, dbias = act_backward(dpre, pre, ctx.activation, needs_bias)
-    elif needs_bias:
-        dbias = bias_grad(dpre)
+    dpre, dbias = act_backward(dy.contiguous(), pre, ctx.activation, needs_bias)
     dx = dweight = None
     if needs_x:
         dx, dweight = calls.whole_input_backward(ctx.link, dpre, x, weight, ctx.rows, needs_weight)
@@ -145,9 +141,9 @@ class _ColumnMatmul(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, activation, rows, link):
-        x, weight = x.contiguous(), _unit_stride(weight)
-        keeps_pre = any(ctx.needs_input_grad) and activation not in (0, RELU)
+    def forward(ctx, x, weight, bias, activation, rows, link, training):
+        x, weight = x.contiguous(), calls.as_matrix(weight)
+        keeps_pre = training and activation not in (0, RELU)
         y, pre = linear_act_forward(x, weight, bias, None, activation, False, keeps_pre, AUTOMATIC)
         ctx.activation, ctx.rows, ctx.link = activation, rows, link
         ctx.save_for_backward(x, weight, y if activation == RELU else pre)
@@ -157,7 +153,7 @@ class _ColumnMatmul(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, dy):
         x, weight, pre = ctx.saved_tensors
-        return *_backward(ctx, dy, x, weight, pre), None, None, None
+        return *_backward(ctx, dy, x, weight, pre), None, None, None, None
 
 
 class _MatmulAllGather(torch.autograd.Function):
@@ -168,10 +164,9 @@ class _MatmulAllGather(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, activation, rows, features, link):
-        x, weight = x.contiguous(), _unit_stride(weight)
+    def forward(ctx, x, weight, bias, activation, rows, features, link, training):
+        x, weight = x.contiguous(), calls.as_matrix(weight)
         bias = None if bias is None else bias.contiguous()
-        training = any(ctx.needs_input_grad)
         ctx.own = shard_range(features, link.communicator.size, link.communicator.rank)
         ctx.activation, ctx.rows, ctx.link = activation, rows, link
         by_epilogue = {RELU: calls.RELU, GELU_TANH: calls.GELU_TANH}.get(activation, 0)
@@ -187,4 +182,4 @@ class _MatmulAllGather(torch.autograd.Function):
         start, stop = ctx.own
         if ctx.activation == RELU:
             pre = pre[:, start:stop].contiguous()
-        return *_backward(ctx, dy[:, start:stop], x, weight, pre), None, None, None, None
+        return *_backward(ctx, dy[:, start:stop], x, weight, pre), None, None, None, None, None

@@ -46,9 +46,9 @@ def matmul_reduce_scatter(
         ValueError, TypeError: as `RowParallelLinear`; before any collective.
     """
     tp = resolve_group(group, mesh)
-    checks.check_input(x_shard_k, weight.shape[1], weight, NAME)
+    checks.check_operands(x_shard_k, weight, bias, NAME)
     dim = checks.token_dim(x_shard_k, sequence_dim, NAME)
-    chosen = choose(tp, x_shard_k, weight, bias)
+    chosen = choose(tp, x_shard_k)
     # What decides must be the same on every rank: not its input features, of which it may have none.
     if chosen is None or torch.is_autocast_enabled("cuda") or min(*x_shard_k.shape[:-1], weight.shape[0]) == 0:
         return reference.row_parallel_linear(x_shard_k, weight, bias, tp, input_is_parallel=True, sequence_dim=dim)
@@ -67,7 +67,7 @@ class _MatmulReduceScatter(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, weight, bias, rows, link):
-        x, weight = x.contiguous(), weight if weight.stride(1) == 1 else weight.contiguous()
+        x, weight = x.contiguous(), calls.as_matrix(weight)
         bias = None if bias is None else bias.contiguous()
         own = shard_size(rows.tokens, link.communicator.size, link.communicator.rank) * rows.each
         ctx.rows, ctx.link = rows, link

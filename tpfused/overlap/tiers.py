@@ -33,13 +33,12 @@ def tier(name: str) -> Iterator[None]:
         _forced.pop()
 
 
-def choose(group: TPGroup, *tensors: Tensor | None) -> tuple[Communicator, str] | None:
-    """The communicator and tier for an operation on these tensors; None: the plain path.
+def choose(group: TPGroup, x: Tensor) -> tuple[Communicator, str] | None:
+    """The communicator and tier for an operation on `x`; None: the plain path.
 
     Raises:
         ValueError: the tier that TPFUSED_TIER or `tier` asks for is not to be had here.
     """
-    x = tensors[0]
     wanted = _forced[-1] if _forced else os.environ.get("TPFUSED_TIER")
     if wanted is not None and wanted not in NAMES:
         raise ValueError(f"TPFUSED_TIER must be one of {NAMES}, not {wanted!r}")

@@ -4,17 +4,15 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from tpfused.bench.console import make_console
+from tpfused.bench.outputs import check_options, write
 from tpfused.bench.overlap.cases import OPERATIONS, QUICK, Case, all_cases
 from tpfused.bench.overlap.worker import run
-from tpfused.bench.results import write_csv, write_json
 from tpfused.cli.errors import UserError
-from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
 from tpfused.training.launch import Worker, WorkerFailed, run_workers, torchrun_worker
 
@@ -57,18 +55,12 @@ def select(options: Mapping[str, Any]) -> list[Case]:
 
 
 def _check(options: Mapping[str, Any], world: int, device: str) -> None:
-    if options["rounds"] is not None and options["rounds"] < 1:
-        raise UserError(f"--rounds must be at least 1, not {options['rounds']}")
+    check_options(options)
     if options["dtype"] not in ("bf16", "fp16"):
         raise UserError(f"unknown dtype {options['dtype']!r}: choose bf16 or fp16")
     if device == "cuda" and (world < 2 or world > torch.cuda.device_count()):
         found = torch.cuda.device_count()
         raise UserError(f"this needs at least two GPUs, and {world} were asked for where torch finds {found} here")
-    for option in ("json", "csv"):
-        if options[option] is not None:
-            check_writable(option, options[option])
-    if options["plot"] is not None:
-        Path(options["plot"]).mkdir(parents=True, exist_ok=True)
 
 
 def _report(argument: dict[str, Any], worker: Worker | None, world: int, options: Mapping[str, Any]) -> int:
@@ -85,7 +77,7 @@ def _report(argument: dict[str, Any], worker: Worker | None, world: int, options
             else:
                 rows.extend(payload)
                 progress.done(payload)
-                _write(options, meta, rows)
+                write(options, meta, rows)
 
         try:
             if worker is None:
@@ -99,7 +91,7 @@ def _report(argument: dict[str, Any], worker: Worker | None, world: int, options
         except KeyboardInterrupt:
             print("tpfused bench overlap: interrupted", file=sys.stderr)
             code = 130
-    _write(options, meta, rows)
+    write(options, meta, rows)
     for name in dict.fromkeys(row["op"] for row in rows):
         console.table(f"{name}, {argument['dtype']}", [row for row in rows if row["op"] == name])
     if options["plot"] and rows:
@@ -124,10 +116,3 @@ def _describe(argument: dict[str, Any], world: int) -> dict[str, Any]:
         "seed": argument["seed"],
         "complete": False,
     }
-
-
-def _write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list[dict[str, Any]]) -> None:
-    if options["json"]:
-        write_json(options["json"], meta, rows)
-    if options["csv"]:
-        write_csv(options["csv"], rows)
