@@ -65,17 +65,17 @@ def _view(buffer, shape: gl.constexpr, layout: gl.constexpr):
 
 @gluon.jit
 def _begin(
-    work, waves, helped, taken, m, n, k, hook_ptr,
+    work, count, waves, helped, taken, m, n, k, hook_ptr,
     BEFORE_TILE: gl.constexpr, PROGRAMS: gl.constexpr, BM: gl.constexpr, BN: gl.constexpr, BK: gl.constexpr,
     GROUP: gl.constexpr,
 ):  # fmt: skip
-    """A piece of work, its rows awaited -> where its tile begins, its first step and the one after its last."""
+    """One of `count` pieces of work, its rows awaited -> where its tile begins, its first step and the last's next."""
     tiles_m = gl.cdiv(m, BM)
     tiles_n = gl.cdiv(n, BN)
     tile, step, stop = work_at(work, gl.program_id(0), PROGRAMS, waves, helped, taken, gl.cdiv(k, BK))
     tile_m, tile_n = tile_at(tile, tiles_m, tiles_n, GROUP)
     if BEFORE_TILE is not None:
-        if tile < tiles_m * tiles_n:
+        if work < count:
             BEFORE_TILE(hook_ptr, tile_m * BM, BM)
     return tile_m * BM, tile_n * BN, step, stop
 
@@ -113,7 +113,7 @@ def _load_next(
     if step == stop:
         work += 1
         row, col, step, stop = _begin(
-            work, waves, helped, taken, m, n, k, hook_ptr, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP
+            work, count, waves, helped, taken, m, n, k, hook_ptr, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP
         )
     return work, row, col, step, stop, stage
 
@@ -138,7 +138,7 @@ def _multiply(
     load_work = 0
     load_stage = 0
     row, col, step, stop = _begin(
-        load_work, waves, helped, taken, m, n, k, hook_ptr, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP
+        load_work, count, waves, helped, taken, m, n, k, hook_ptr, BEFORE_TILE, PROGRAMS, BM, BN, BK, GROUP
     )
     for _ in gl.static_range(STAGES - 1):
         load_work, row, col, step, stop, load_stage = _load_next(
