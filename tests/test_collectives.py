@@ -10,6 +10,7 @@ from tpfused.group import resolve_group, with_replicas
 from tpfused.sharding import shard_range
 
 TOTALS = (8, 7, 5, 2, 1, 0)
+COMPILED = 8  # as well
 
 
 def draw(ctx, seed, *shape, ranks, dtype=torch.float64):
@@ -75,6 +76,15 @@ def check_pairs(ctx, size, seed, dim, total, dtype, by_mesh):
         ones = given_grad.new_ones(()).expand(given_grad.shape)  # the gradient of a sum has stride 0
         _, dx = backward(function, given, ones)
         equal(dx, torch.full_like(given, size if name in ("copy", "tokens") else 1))
+        if total == COMPILED:
+            torch._dynamo.reset()
+
+            def viewed(x, function=function):
+                return function(x).view(-1)  # it is the gradient of a view that torch.compile may lose
+
+            compiled = torch.compile(viewed, fullgraph=True, backend="aot_eager")
+            out, dx = backward(compiled, given, given_grad.reshape(-1))
+            equal(out.view_as(expected), expected), equal(dx, expected_grad)
 
 
 def check_bare(ctx, size, seed):

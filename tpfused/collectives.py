@@ -122,13 +122,20 @@ def _pad_rows(x: Tensor, rows: int) -> Tensor:
 # The conjugate pairs. Differentiable once: a second derivative would need other collectives, and autograd refuses it.
 
 
+def _result(x: Tensor) -> Tensor:
+    """`x` as the result of a forward. torch.compile takes one that is a view, or was written in place, for a view of
+    what it is made of, and the gradient of its own views then passes the function by (torch 2.11 to 2.13 at least).
+    """
+    return x.clone() if torch.compiler.is_compiling() else x
+
+
 class _CopyToGroup(torch.autograd.Function):
     """x -> x. Backward: dx is a partial sum on each rank, all-reduced once. Nothing saved."""
 
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return _result(x.view_as(x))
 
     @staticmethod
     @once_differentiable
@@ -141,7 +148,7 @@ class _ReduceFromGroup(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x, group):
-        return all_reduce(x, group)
+        return _result(all_reduce(x, group))
 
     @staticmethod
     @once_differentiable
@@ -155,7 +162,7 @@ class _ScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
-        return own_slice(x, dim, group).contiguous()
+        return _result(own_slice(x, dim, group).contiguous())
 
     @staticmethod
     @once_differentiable
@@ -169,7 +176,7 @@ class _GatherFromGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_shard, dim, total, group):
         ctx.dim, ctx.group = dim, group
-        return all_gather(x_shard, dim, total, group)
+        return _result(all_gather(x_shard, dim, total, group))
 
     @staticmethod
     @once_differentiable
@@ -183,7 +190,7 @@ class _AllGatherTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x_shard_m, dim, total, group):
         ctx.dim, ctx.group = dim, group
-        return all_gather(x_shard_m, dim, total, group)
+        return _result(all_gather(x_shard_m, dim, total, group))
 
     @staticmethod
     @once_differentiable
@@ -197,7 +204,7 @@ class _ReduceScatterTokens(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
-        return reduce_scatter(x, dim, group)
+        return _result(reduce_scatter(x, dim, group))
 
     @staticmethod
     @once_differentiable
@@ -211,7 +218,7 @@ class _CopyToReplicas(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, group):
         ctx.group = group
-        return x.view_as(x)
+        return _result(x.view_as(x))
 
     @staticmethod
     @once_differentiable
