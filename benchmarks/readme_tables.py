@@ -1,26 +1,45 @@
 #!/usr/bin/env python3
-"""Writes README's performance tables from the newest `results/kernels-*.json` of each card.
+"""Writes README's performance tables from the newest results of `tpfused bench` for each card.
 
-    python benchmarks/readme_tables.py            rewrite what stands between README's two markers
+    python benchmarks/readme_tables.py            rewrite what stands between README's pairs of markers
     python benchmarks/readme_tables.py --check    exit with 1 if it is not what would be written
 
-An operation's rows come from the newest complete file that holds it, so that operations may be measured apart.
-`--quick` measurements are left out. Needs no torch.
+They are of `results/kernels-*.json` and `results/overlap-*.json`. An operation's rows come from the newest complete
+file that holds it, so that operations may be measured apart. Measurements with `--quick` or `--case` are left out, and
+so are the points of a sweep. Needs no torch.
 """
 
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tpfused.bench.results import best_other, by_case, ours_of  # noqa: E402
+from tpfused.bench.results import Row, best_other, by_case, is_ours, is_sweep, ours_of  # noqa: E402
 
-BEGIN = "<!-- kernel benchmarks: written by benchmarks/readme_tables.py, not by hand -->"
-END = "<!-- end of the kernel benchmarks -->"
-NOTHING = "No results have been recorded yet: `tpfused bench kernels` measures them on your machine."
+PARTS = ("matmul", "collective")
+LEFT = ("case", "pass", "best other: its ratio")  # columns of words
+Columns = dict[str, Callable[[Sequence[Row]], str]]  # title -> the cell of a case's variants
+
+
+@dataclass(frozen=True)
+class Section:
+    """What `tpfused bench AREA` has in README, between its markers.
+
+    Attributes:
+        facts: what a file's meta says beside card, driver, torch, commit and date: before the commit, and at the end.
+        columns: those after case and pass, for an operation's rows.
+    """
+
+    area: str
+    begin: str
+    end: str
+    facts: Callable[[Mapping], tuple[str, str]]
+    columns: Callable[[Sequence[Row]], Columns]
 
 
 def main() -> int:
@@ -31,12 +50,14 @@ def main() -> int:
         "--results", type=Path, default=ROOT / "benchmarks" / "results", metavar="DIR", help="not benchmarks/results"
     )
     args = parser.parse_args()
-    old = args.readme.read_text()
-    if old.count(BEGIN) != 1 or old.count(END) != 1 or old.index(BEGIN) > old.index(END):
-        print(f"{args.readme} must hold, once and in this order: {BEGIN} and {END}", file=sys.stderr)
-        return 2
-    before, after = old[: old.index(BEGIN)], old[old.index(END) :]
-    new = f"{before}{BEGIN}\n\n{section(args.results)}\n\n{after}"
+    old = new = args.readme.read_text()
+    for section in SECTIONS:
+        begin, end = section.begin, section.end
+        if old.count(begin) != 1 or old.count(end) != 1 or old.index(begin) > old.index(end):
+            print(f"{args.readme} must hold, once and in this order: {begin} and {end}", file=sys.stderr)
+            return 2
+        before, after = new[: new.index(begin)], new[new.index(end) :]
+        new = f"{before}{begin}\n\n{text_of(section, args.results)}\n\n{after}"
     if new == old:
         return 0
     if args.check:
@@ -46,11 +67,11 @@ def main() -> int:
     return 0
 
 
-def section(folder: Path) -> str:
-    """What stands between the markers."""
-    newest = newest_of_each_card(folder)
+def text_of(section: Section, folder: Path) -> str:
+    """What stands between the section's markers."""
+    newest = newest_of_each_card(folder, section.area)
     if not newest:
-        return NOTHING
+        return f"No results have been recorded yet: `tpfused bench {section.area}` measures them on your machine."
     parts = []
     for operations in newest.values():
         sources: dict[str, list[str]] = {}
@@ -58,53 +79,127 @@ def section(folder: Path) -> str:
             sources.setdefault(file, []).append(name)
         whole = len(sources) == 1
         metas = {file: meta for file, meta, _ in operations.values()}
-        parts += [provenance(metas[file], file, None if whole else names) for file, names in sources.items()]
-        parts += [table(name, rows) for name, (_, _, rows) in operations.items()]
+        parts += [provenance(section, metas[file], file, None if whole else names) for file, names in sources.items()]
+        parts += [table(name, rows, section.columns(rows)) for name, (_, _, rows) in operations.items()]
     return "\n\n".join(parts)
 
 
-def newest_of_each_card(folder: Path) -> dict[str, dict[str, tuple[str, dict, list[dict]]]]:
-    """card -> operation -> (file name, meta, rows of that operation)."""
-    files = [(path, json.loads(path.read_text())) for path in folder.glob("kernels-*.json")]
-    whole = [(path, found) for path, found in files if found["meta"]["complete"] and not found["meta"]["quick"]]
-    cards: dict[str, dict] = {}
-    for path, found in sorted(whole, key=lambda each: (each[1]["meta"]["date"], each[0].name)):
-        operations = cards.setdefault(found["meta"]["card"], {})
-        for name in dict.fromkeys(row["op"] for row in found["rows"]):
+def newest_of_each_card(folder: Path, area: str) -> dict[tuple[str, int], dict[str, tuple[str, dict, list[dict]]]]:
+    """(card, how many) -> operation -> (file name, meta, rows of that operation)."""
+    files = [(path.name, json.loads(path.read_text())) for path in folder.glob(f"{area}-*.json")]
+    whole = [(name, found) for name, found in files if is_whole(found["meta"])]
+    cards: dict[tuple[str, int], dict] = {}
+    for file, found in sorted(whole, key=lambda each: (each[1]["meta"]["date"], each[0])):
+        meta, rows = found["meta"], [row for row in found["rows"] if not is_sweep(row)]
+        for name in dict.fromkeys(row["op"] for row in rows):
+            operations = cards.setdefault((meta["card"], meta["gpus"]), {})
             operations.pop(name, None)
-            operations[name] = (path.name, found["meta"], [row for row in found["rows"] if row["op"] == name])
+            operations[name] = (file, meta, [row for row in rows if row["op"] == name])
     return dict(sorted(cards.items()))
 
 
-def provenance(meta: dict, file: str, operations: list[str] | None) -> str:
+def is_whole(meta: Mapping) -> bool:
+    """Whether a file holds all cases of its operations."""
+    return meta["complete"] and not meta.get("quick") and not meta.get("case")
+
+
+def provenance(section: Section, meta: Mapping, file: str, operations: list[str] | None) -> str:
     which = f"{', '.join(operations)}: " if operations else ""
+    card = f"{meta['gpus']} x {meta['card']}" if meta["gpus"] > 1 else meta["card"]
     commit = f"commit {meta['commit']}" if meta["commit"] else "no commit"
+    library, more = section.facts(meta)
     return (
-        f"{which}**{meta['card']}**, driver {meta['driver']}, torch {meta['torch']}, Triton {meta['triton']}, "
-        f"{commit}, {meta['date'][:10]}; a copy moves {meta['copy_gbps']:,.0f} GB/s. "
-        f"[{file}](benchmarks/results/{file})"
+        f"{which}**{card}**, driver {meta['driver']}, torch {meta['torch']}, {library}, {commit}, {meta['date'][:10]}"
+        f"{more}. [{file}](benchmarks/results/{file})"
     )
 
 
-def table(name: str, rows: list[dict]) -> str:
+def table(name: str, rows: Sequence[Row], columns: Columns) -> str:
     lines = [
-        f"| {name} ({rows[0]['dtype']}) | pass | us | ratio to floor (IQR) | best other: its ratio |",
-        "|---|---|--:|--:|---|",
+        f"| {name} ({rows[0]['dtype']}) | pass | {' | '.join(columns)} |",
+        "|---|---|" + "".join("---|" if title in LEFT else "--:|" for title in columns),
     ]
     for variants in by_case(rows):
-        ours, other = ours_of(variants), best_other(variants)
-        told = f"{other['variant']}: {other['ratio']:.2f}" if other else ""
-        cells = [variants[0]["case"], variants[0]["pass"], *_ours(ours), told]
+        cells = [variants[0]["case"], variants[0]["pass"], *(cell(variants) for cell in columns.values())]
         lines.append(f"| {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def _ours(row: dict | None) -> list[str]:
-    if row is None or row["us"] is None:
-        return ["failed", ""]
-    if row["correct"] is False:
-        return ["wrong", ""]
-    return [f"{row['us']:,.1f}", f"{row['ratio']:.2f} ({row['ratio_iqr']:.2f}) of {row['floor']}"]
+def us_of(variants: Sequence[Row]) -> str:
+    """Ours: its time, or why there is none."""
+    ours = ours_of(variants)
+    if ours is None or ours["us"] is None:
+        return "failed"
+    return "wrong" if ours["correct"] is False else f"{ours['us']:,.1f}"
+
+
+def of_ours(key: str, cell: Callable[[Row], str]) -> Callable[[Sequence[Row]], str]:
+    """A cell of ours; empty where it is failed or wrong, or has no such figure."""
+
+    def found(variants: Sequence[Row]) -> str:
+        row = ours_of(variants)
+        return "" if us_of(variants) in ("failed", "wrong") or row[key] is None else cell(row)
+
+    return found
+
+
+def kernel_columns(rows: Sequence[Row]) -> Columns:
+    def best(variants: Sequence[Row]) -> str:
+        other = best_other(variants)
+        return f"{other['variant']}: {other['ratio']:.2f}" if other else ""
+
+    ratio = of_ours("ratio", lambda row: f"{row['ratio']:.2f} ({row['ratio_iqr']:.2f}) of {row['floor']}")
+    return {"us": us_of, "ratio to floor (IQR)": ratio, "best other: its ratio": best}
+
+
+def overlap_columns(rows: Sequence[Row]) -> Columns:
+    """Both floors, ours, and the ratio of each baseline."""
+
+    def of(variant: str, key: str, form: str) -> Callable[[Sequence[Row]], str]:
+        def cell(variants: Sequence[Row]) -> str:
+            row = next((row for row in variants if row["variant"] == variant), None)
+            if row is None or row[key] is None:
+                return "failed" if row and row["us"] is None else ""
+            return "wrong" if row["correct"] is False else format(row[key], form)
+
+        return cell
+
+    def ratio(row: Row) -> str:
+        told = f"{row['ratio']:.2f} ({row['ratio_iqr']:.2f})"
+        if row["case"].startswith("decode"):
+            told += f", {row['exposed_us']:+.1f} us"
+        return told
+
+    variants = dict.fromkeys(row["variant"] for row in rows)
+    mine = {*PARTS, *(row["variant"] for row in rows if is_ours(row))}
+    parts = {f"{name} us": of(name, "us", ",.1f") for name in PARTS if name in variants}
+    others = {f"{name} ratio": of(name, "ratio", ".2f") for name in variants if name not in mine}
+    return {
+        **parts,
+        "ours us": us_of,
+        "ratio to floor (IQR)": of_ours("ratio", ratio),
+        "hidden": of_ours("hidden", lambda row: f"{row['hidden']:.2f}"),
+        **others,
+        "host us": of_ours("host_us", lambda row: f"{row['host_us']:,.0f}"),
+    }
+
+
+SECTIONS = (
+    Section(
+        "kernels",
+        "<!-- kernel benchmarks: written by benchmarks/readme_tables.py, not by hand -->",
+        "<!-- end of the kernel benchmarks -->",
+        lambda meta: (f"Triton {meta['triton']}", f"; a copy moves {meta['copy_gbps']:,.0f} GB/s"),
+        kernel_columns,
+    ),
+    Section(
+        "overlap",
+        "<!-- overlap benchmarks: written by benchmarks/readme_tables.py, not by hand -->",
+        "<!-- end of the overlap benchmarks -->",
+        lambda meta: (f"NCCL {meta['nccl']}", "".join(f", {name}={value}" for name, value in meta["settings"].items())),
+        overlap_columns,
+    ),
+)
 
 
 if __name__ == "__main__":

@@ -11,7 +11,7 @@ import torch
 
 from tests.bench.fakes import FakeTimer
 from tpfused import cli
-from tpfused.bench import OPERATIONS, console, job, outputs
+from tpfused.bench import OPERATIONS, console, job, options
 from tpfused.bench.case import Case, Floor, Variant, Work
 from tpfused.bench.console import PlainConsole, RichConsole
 from tpfused.bench.results import best_other, headline
@@ -125,7 +125,7 @@ def test_one_file_for_both(capsys, tmp_path):
 
 
 def test_plot_without_matplotlib(capsys, monkeypatch):
-    monkeypatch.setattr(outputs.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(options.importlib.util, "find_spec", lambda name: None)
     assert 'pip install "tpfused[bench]"' in refused(capsys, "--plot", "plots")
 
 

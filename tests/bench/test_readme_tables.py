@@ -13,11 +13,15 @@ SPEC = importlib.util.spec_from_file_location("readme_tables", SCRIPT)
 readme_tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(readme_tables)
 
+KERNELS, OVERLAP = readme_tables.SECTIONS
 META = {
     "card": "Some GPU",
+    "gpus": 1,
     "driver": "580.1",
     "torch": "2.11.0",
     "triton": "3.6.0",
+    "nccl": "2.28.9",
+    "settings": {"NCCL_NVLS_ENABLE": "0"},
     "commit": "abc",
     "date": "2026-01-02T03:04:05+00:00",
     "copy_gbps": 3005.4,
@@ -28,8 +32,8 @@ META = {
 
 def row(op="softmax", variant="ours", us=100.0, **other):
     known = {"op": op, "case": "2x3 masked", "pass": "fwd", "dtype": "bf16", "variant": variant, "us": us}
-    known |= {"ratio": us / 80, "ratio_iqr": 0.01, "floor": "copy", "correct": True, "comparable": True, "error": None}
-    return known | other
+    known |= {"ratio": us and us / 80, "ratio_iqr": 0.01, "floor": "copy"}
+    return known | {"correct": True, "comparable": True, "error": None} | other
 
 
 @pytest.fixture
@@ -46,11 +50,12 @@ def place(tmp_path):
             command = [sys.executable, SCRIPT, "--readme", self.readme, "--results", self.results, *options]
             return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
 
-        def section(self):
-            return readme_tables.section(self.results)
+        def section(self, section=KERNELS):
+            return readme_tables.text_of(section, self.results)
 
     Place.results.mkdir()
-    Place.readme.write_text(f"# Title\n\n{readme_tables.BEGIN}\nold\n{readme_tables.END}\nafter\n")
+    marked = (f"{section.begin}\nold\n{section.end}\nafter\n" for section in readme_tables.SECTIONS)
+    Place.readme.write_text("# Title\n\n" + "".join(marked))
     return Place()
 
 
@@ -75,9 +80,12 @@ def test_readme_here_is_what_would_be_written():
 
 def test_nothing_recorded(place):
     place.record("kernels-quick.json", [row()], quick=True)
+    place.record("overlap-narrow.json", [row()], case="8B")
+    place.record("overlap-sweep.json", [row(case="sweep M1")])
     place.record("kernels-part.json", [row()], complete=False)
     place.record("train-2xGPU.json", [row()])
-    assert place.section() == readme_tables.NOTHING
+    for section in readme_tables.SECTIONS:
+        assert "No results have been recorded yet" in place.section(section)
 
 
 def test_newest_of_each_card_and_operation(place):
@@ -98,7 +106,38 @@ def test_wrong_and_failed_are_said(place):
     assert "| 2x3 masked | fwd | wrong |  |  |" in lines and "| other | fwd | failed |  |  |" in lines
 
 
-def test_without_markers(place):
-    place.readme.write_text("nothing")
+@pytest.mark.parametrize("missing", [section.end for section in readme_tables.SECTIONS])
+def test_without_markers(place, missing):
+    place.readme.write_text(place.readme.read_text().replace(missing, ""))
     done = place.run()
-    assert done.returncode == 2 and "must hold" in done.stderr
+    assert done.returncode == 2 and "must hold, once and in this order: " in done.stderr and missing in done.stderr
+
+
+def overlap_row(variant, us, **other):
+    known = {"op": "matmul_all_reduce", "case": "8B fc2", "floor": "max(matmul, collective)", "hidden": 0.5}
+    known |= {"host_us": us and us / 2, "exposed_us": us and us - 80}
+    return row(variant=variant, us=us, **known | other)
+
+
+def test_overlap(place):
+    rows = [overlap_row("matmul", 80.0), overlap_row("collective", 40.0), overlap_row("nccl_then_cublas", 120.0)]
+    rows += [overlap_row("torch_symm_mem", None), overlap_row("ours_p2p", 88.0)]
+    rows += [overlap_row("ours", 100.0)]
+    rows += [each | {"case": "decode M1", "floor": "matmul"} for each in rows]
+    rows += [overlap_row("ours", 7.0, case="sweep M1"), overlap_row("ours", 2000.0, op="mlp", **{"pass": "fwd+bwd"})]
+    place.record("overlap-2xGPU.json", rows, gpus=2)
+    place.record("overlap-4xGPU.json", [overlap_row("ours", 10.0)], gpus=4)
+    lines = place.section(OVERLAP).splitlines()
+    assert lines[0] == (
+        "**2 x Some GPU**, driver 580.1, torch 2.11.0, NCCL 2.28.9, commit abc, 2026-01-02, NCCL_NVLS_ENABLE=0. "
+        "[overlap-2xGPU.json](benchmarks/results/overlap-2xGPU.json)"
+    )
+    assert lines[2:6] == [
+        "| matmul_all_reduce (bf16) | pass | matmul us | collective us | ours us | ratio to floor (IQR) | hidden "
+        "| nccl_then_cublas ratio | torch_symm_mem ratio | host us |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| 8B fc2 | fwd | 80.0 | 40.0 | 100.0 | 1.25 (0.01) | 0.50 | 1.50 | failed | 50 |",
+        "| decode M1 | fwd | 80.0 | 40.0 | 100.0 | 1.25 (0.01), +20.0 us | 0.50 | 1.50 | failed | 50 |",
+    ]
+    assert "| 8B fc2 | fwd+bwd | 2,000.0 | 25.00 (0.01) | 0.50 | 1,000 |" in lines
+    assert any("**4 x Some GPU**" in line for line in lines) and not any("sweep" in line for line in lines)

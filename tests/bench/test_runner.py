@@ -5,7 +5,7 @@ import torch
 
 from tests.bench.fakes import FakeTimer
 from tpfused.bench.case import Case, Floor, Setting, Variant, Work, copy_floor
-from tpfused.bench.measure import _in_turn, median_and_iqr
+from tpfused.bench.measure import in_turn, median_and_iqr
 from tpfused.bench.runner import is_bad, largest_errors, run_case, within_rule
 
 CPU = Setting(torch.device("cpu"), torch.bfloat16, lambda function: function)
@@ -45,7 +45,7 @@ def test_median_and_iqr():
 
 
 def test_every_round_runs_all_and_begins_with_another():
-    turns = list(_in_turn("abc", rounds=3, warm_up=1))
+    turns = list(in_turn("abc", rounds=3, warm_up=1))
     assert [number for number, _ in turns] == [-1] * 3 + [0] * 3 + [1] * 3 + [2] * 3
     rounds = ["".join(name for _, name in turns[start : start + 3]) for start in range(0, 12, 3)]
     assert rounds == ["cab", "abc", "bca", "cab"]

@@ -1,7 +1,8 @@
 """Benchmarks that users run on their own machine: `tpfused bench`.
 
 `case.py` says what a case is, `operations/` holds the cases of each kernel, `measure.py` times them, `runner.py` checks
-and measures one case, `job.py` goes through them all, `results.py`, `console.py` and `plot.py` show and keep the rows.
+and measures one case, `job.py` goes through them all. `overlap/` has cases and a job of its own, on several GPUs.
+`options.py`, `results.py`, `console.py` and `plot.py` are of both: the command line, and the rows as shown and kept.
 """
 
 # Each is a module of `operations`, named as its kernel, with SUMMARY and CASES.

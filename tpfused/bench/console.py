@@ -4,9 +4,7 @@ from collections.abc import Sequence
 from contextlib import contextmanager
 from typing import Any
 
-from tpfused.bench.results import Row, by_case, cells, header, headline
-
-RIGHT = {"us (IQR)", "eager us", "floor us", "ratio (IQR)", "rate", "extra MiB"}
+from tpfused.bench.results import NUMBERS, Row, by_case, cells, header, headline
 
 
 def make_console() -> "PlainConsole":
@@ -31,7 +29,7 @@ class PlainConsole:
         self.say(f"\n{title}")
         for line in lines:
             aligned = [
-                cell.rjust(width) if name in RIGHT else cell.ljust(width)
+                cell.rjust(width) if name in NUMBERS else cell.ljust(width)
                 for name, cell, width in zip(lines[0], line, widths, strict=True)
             ]
             self.say("  ".join(aligned).rstrip())
@@ -65,7 +63,7 @@ class RichConsole(PlainConsole):
 
         table = Table(title=title, title_justify="left")
         for name in header(rows):
-            table.add_column(name, justify="right" if name in RIGHT else "left", no_wrap=name in RIGHT)
+            table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name in NUMBERS)
         lines = cells(rows)
         for variants in by_case(rows):
             for row in variants:

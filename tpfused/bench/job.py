@@ -1,6 +1,5 @@
 """`tpfused bench kernels`: the cases that were asked for, one after the other, then tables, files and plots."""
 
-import difflib
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,17 +10,16 @@ from tpfused.bench.case import OPTIONAL, Case, Setting
 from tpfused.bench.console import make_console
 from tpfused.bench.measure import GpuTimer
 from tpfused.bench.operations import cases, summary
-from tpfused.bench.outputs import check_options, write
+from tpfused.bench.options import check_options, describe_run, report, rounds_and_seed, select, write
 from tpfused.bench.runner import DTYPES, Row, is_bad, run_case
 from tpfused.cli.errors import UserError
-from tpfused.provenance import measured_on
 
 ROUNDS, QUICK_ROUNDS = 21, 7
 
 
 def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where something was wrong."""
-    chosen = select(options)
+    chosen = select(OPERATIONS, cases, options)
     if options["list"]:
         print(listing(chosen))
         return 0
@@ -29,25 +27,6 @@ def execute(options: Mapping[str, Any]) -> int:
     if not torch.cuda.is_available():
         raise UserError("this needs a CUDA GPU, and torch finds none here (--list and --help need none)")
     return measure(chosen, options, GpuTimer())
-
-
-def select(options: Mapping[str, Any]) -> list[Case]:
-    """The cases that --op, --case and --quick leave."""
-    operations = options["op"] or OPERATIONS
-    for name in operations:
-        if name not in OPERATIONS:
-            near = difflib.get_close_matches(name, OPERATIONS, n=1)
-            hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(OPERATIONS)}"
-            raise UserError(f"unknown operation {name!r}: {hint}")
-    chosen = [case for name in OPERATIONS if name in operations for case in cases(name)]
-    if options["quick"]:
-        chosen = [case for case in chosen if case.quick]
-    if options["case"]:
-        chosen = [case for case in chosen if options["case"] in case.name]
-        if not chosen:
-            quick = "quick " if options["quick"] else ""
-            raise UserError(f"no {quick}case has {options['case']!r} in its name: --list shows them")
-    return chosen
 
 
 def listing(chosen: list[Case]) -> str:
@@ -69,8 +48,7 @@ def listing(chosen: list[Case]) -> str:
 def measure(chosen: list[Case], options: Mapping[str, Any], timer, device: str = "cuda") -> int:
     """Run the cases and report; returns the exit code. What is done is in the files even if the rest is interrupted."""
     console = make_console()
-    rounds = options["rounds"] or (QUICK_ROUNDS if options["quick"] else ROUNDS)
-    seed = torch.seed() % 2**31 if options["seed"] is None else options["seed"]
+    rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
     torch.manual_seed(seed)
     setting = Setting(torch.device(device), DTYPES[options["dtype"]], _compile)
     meta = describe(options, rounds, seed) | {"copy_gbps": round(timer.copy_gbps(), 1), "complete": False}
@@ -85,53 +63,31 @@ def measure(chosen: list[Case], options: Mapping[str, Any], timer, device: str =
             write(options, meta, rows)
     meta["complete"] = True
     write(options, meta, rows)
-    _report(console, options, meta, rows)
-    return 1 if any(map(is_bad, rows)) else 0
-
-
-def describe(options: Mapping[str, Any], rounds: int, seed: int) -> dict[str, Any]:
-    """Where the numbers come from: the card, versions, commit, and how they were measured."""
-    properties = torch.cuda.get_device_properties()
-    found = measured_on(properties.name, 1)
-    return {
-        "card": found["device"],
-        "gpus": found["gpus"],
-        **found["versions"],
-        "commit": found["commit"],
-        "date": found["date"],
-        "compute_capability": f"{properties.major}.{properties.minor}",
-        "multiprocessors": properties.multi_processor_count,
-        "memory_bytes": properties.total_memory,
-        "l2_bytes": properties.L2_cache_size,
-        "float32_matmul_precision": torch.get_float32_matmul_precision(),
-        "rounds": rounds,
-        "quick": options["quick"],
-        "seed": seed,
-    }
-
-
-def _report(console, options: Mapping[str, Any], meta: Mapping[str, Any], rows: list[Row]) -> None:
-    for name in dict.fromkeys(row["op"] for row in rows):
-        console.table(f"{name}, {options['dtype']}", [row for row in rows if row["op"] == name])
-    bad = [row for row in rows if is_bad(row)]
-    if bad:
-        told = "; ".join(f"{row['op']} {row['case']} {row['pass']}: {row['variant']}" for row in bad)
-        console.say(f"wrong or failed: {told}")
-    for option in ("json", "csv"):
-        if options[option]:
-            console.say(f"wrote {options[option]}")
+    bad = list(filter(is_bad, rows))
+    report(console, options, rows, bad)
     if options["plot"]:
         from tpfused.bench.plot import plot
 
         for path in plot(meta, rows, options["plot"]):
             console.say(f"wrote {path}")
+    return 1 if bad else 0
+
+
+def describe(options: Mapping[str, Any], rounds: int, seed: int) -> dict[str, Any]:
+    """Where the numbers come from, the card in more detail."""
+    properties = torch.cuda.get_device_properties()
+    return describe_run(properties.name, 1, options, rounds, seed) | {
+        "compute_capability": f"{properties.major}.{properties.minor}",
+        "multiprocessors": properties.multi_processor_count,
+        "memory_bytes": properties.total_memory,
+        "l2_bytes": properties.L2_cache_size,
+        "float32_matmul_precision": torch.get_float32_matmul_precision(),
+    }
 
 
 def _check(options: Mapping[str, Any]) -> None:
     """Find out before the measurements what would spoil their report."""
-    check_options(options)
-    if options["dtype"] not in DTYPES:
-        raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(DTYPES)}")
+    check_options(options, list(DTYPES))
     known = {variant for name in OPERATIONS for case in cases(name) for variant in case.variants} - {"ours", "eager"}
     for name in options["without"] or ():
         if name not in known:

@@ -15,6 +15,8 @@ from functools import lru_cache, partial
 
 import torch
 
+from tpfused.bench.results import error_line
+
 REPLAY_US = 200  # a replay shorter than this would time its launch
 MOST_CALLS = 500  # in one graph
 WARM_UP = 2  # rounds that are not counted
@@ -22,6 +24,10 @@ COPIED, COPY_PAIRS = 256 * 2**20, 4  # bytes
 EAGER_US = 2000  # a loop of eager calls ends with a synchronisation, which this makes small
 
 Call = Callable[[], object]
+
+
+class Uncapturable(RuntimeError):
+    """A CUDA graph cannot hold what was to be captured."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +51,13 @@ class GpuTimer:
     """Times calls on the current GPU, on a stream of its own.
 
     Everything happens on that one stream, forwards included: autograd runs a backward on the stream of its forward,
-    and a capture sees one stream only.
+    and a capture sees one stream only. `capture_error_mode` is that of `torch.cuda.graph`.
     """
 
-    def __init__(self):
+    def __init__(self, capture_error_mode: str = "global"):
         self.stream = torch.cuda.Stream()
-        self.captures = True
+        self._mode = capture_error_mode
+        self._captures = True
 
     @contextmanager
     def session(self) -> Iterator[None]:
@@ -72,7 +79,7 @@ class GpuTimer:
         except RuntimeError:
             # A capture that a CUDA call has broken off stays open in torch's allocator (pytorch #180395): there can be
             # no other in this process.
-            self.captures = False
+            self._captures = False
 
     def extra_bytes(self, call: Call) -> int:
         """The most memory that one eager call holds at a time beyond what was there before, its outputs included."""
@@ -83,10 +90,35 @@ class GpuTimer:
         torch.cuda.synchronize()
         return torch.cuda.max_memory_allocated() - before
 
+    def capture(self, call: Call, calls: int) -> Call:
+        """Replays a graph of the calls.
+
+        Raises:
+            Uncapturable: they cannot be captured.
+        """
+        if not self._captures:
+            raise Uncapturable("an earlier capture was broken off: this process can have no other")
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode=self._mode), _synchronising_raises():
+                for _ in range(calls):
+                    call()
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # each library has its own way to say it
+            del graph
+            self.recover()
+            _mend_generator()
+            raise Uncapturable(f"no CUDA graph can hold it: {error_line(error)}") from error
+        return graph.replay
+
     def prepare(self, call: Call) -> Timed:
         """`call`, which has run before, as a graph of so many calls that its launch does not matter."""
-        graph = self._capture(call, 1) if self.captures else None
-        if graph is None:
+        try:
+            graph = self.capture(call, 1)
+        except Uncapturable:
+            graph = None
+        if graph is None:  # not above, where the error still holds what the capture took
             calls = _enough(call, 1)
             return Timed(_repeated(call, calls), calls, False)
         calls = 1
@@ -95,9 +127,7 @@ class GpuTimer:
             if wanted <= calls:
                 break
             graph = None  # its memory goes back before more is taken
-            graph, calls = self._capture(call, wanted), wanted
-            if graph is None:
-                raise RuntimeError(f"one call was captured, but {calls} calls were not")
+            graph, calls = self.capture(call, wanted), wanted
         return Timed(graph, calls, True)
 
     def interleave(self, timed: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
@@ -107,7 +137,7 @@ class GpuTimer:
         would let its clock fall, and would count the launch.
         """
         events: dict[str, list] = {name: [] for name in timed}
-        for number, name in _in_turn(timed, rounds, WARM_UP):
+        for number, name in in_turn(timed, rounds, WARM_UP):
             pair = _between_events(timed[name].run)
             if number >= 0:
                 events[name].append(pair)
@@ -126,25 +156,9 @@ class GpuTimer:
 
         once = {name: min(loop(call, 1) for _ in range(3)) for name, call in calls.items()}
         waited: dict[str, list[float]] = {name: [] for name in calls}
-        for _, name in _in_turn(calls, rounds):
+        for _, name in in_turn(calls, rounds):
             waited[name].append(loop(calls[name], max(1, math.ceil(EAGER_US / once[name]))))
         return waited
-
-    def _capture(self, call: Call, calls: int) -> Call | None:
-        """Replays a graph of the calls; None if they cannot be captured."""
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.graph(graph, stream=self.stream), _synchronising_raises():
-                for _ in range(calls):
-                    call()
-        except torch.OutOfMemoryError:
-            raise
-        except Exception:  # each library has its own way to say it
-            del graph
-            self.recover()
-            _mend_generator()
-            return None
-        return graph.replay
 
     def copy_gbps(self, rounds: int = 11) -> float:
         """GB/s, read and written together, of the copy that is the floor of what moves memory."""
@@ -199,7 +213,7 @@ def _mend_generator() -> None:
         torch.cuda.default_generators[torch.cuda.current_device()].graphsafe_set_state(fresh.graphsafe_get_state())
 
 
-def _in_turn(names, rounds: int, warm_up: int = 0) -> Iterator[tuple[int, str]]:
+def in_turn(names, rounds: int, warm_up: int = 0) -> Iterator[tuple[int, str]]:
     """(round, name) for each name in each round; the first of a round is another each time."""
     names = list(names)
     for number in range(-warm_up, rounds):

@@ -16,6 +16,13 @@ COLORS = {
     "cublaslt": "tab:green",
     "torch.softmax": "tan",
     "liger": "tab:purple",
+    "ours_p2p": "lightskyblue",
+    "ours_nccl": "mediumaquamarine",
+    "nccl_then_cublas": "tab:gray",
+    "megatron_style": "tab:gray",
+    "torch_symm_mem": "tab:orange",
+    "matmul": "black",
+    "collective": "tab:red",
 }
 OTHER = "tab:pink"
 BAR = 0.2  # inches
@@ -28,12 +35,12 @@ def plot(meta: Mapping[str, Any], rows: Sequence[Row], folder: str, area: str = 
     paths = []
     for name in dict.fromkeys(row["op"] for row in rows if row["us"] is not None):
         path = str(Path(folder) / f"{area}-{name}.png")
-        _draw(meta, [row for row in rows if row["op"] == name and row["us"] is not None], name, path)
+        _draw(meta, [row for row in rows if row["op"] == name and row["us"] is not None], path)
         paths.append(path)
     return paths
 
 
-def _draw(meta: Mapping[str, Any], rows: Sequence[Row], name: str, path: str) -> None:
+def _draw(meta: Mapping[str, Any], rows: Sequence[Row], path: str) -> None:
     """A column a pass."""
     passes = {row["pass"]: [] for row in rows}
     for group in by_case(rows):
@@ -48,9 +55,15 @@ def _draw(meta: Mapping[str, Any], rows: Sequence[Row], name: str, path: str) ->
         axes.set_title(direction, fontsize=10)
         for bar, label in zip(*axes.get_legend_handles_labels(), strict=True):
             handles.setdefault(label, bar)
+    finish(figure, handles, meta, rows[0], path)
+
+
+def finish(figure: Figure, handles: Mapping[str, Any], meta: Mapping[str, Any], row: Row, path: str) -> None:
+    """The legend, a title that says what was measured on what, and the file."""
     figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=len(handles), fontsize=8)
     commit = f", commit {meta['commit']}" if meta.get("commit") else ""
-    figure.suptitle(f"{name}, {rows[0]['dtype']}: {meta['card']}, torch {meta['torch']}{commit}", fontsize=11)
+    gpus = f"{meta['gpus']} x " if meta["gpus"] > 1 else ""
+    figure.suptitle(f"{row['op']}, {row['dtype']}\n{gpus}{meta['card']}, torch {meta['torch']}{commit}", fontsize=10)
     figure.savefig(path, dpi=120)
 
 
@@ -85,7 +98,7 @@ def _bar(axes, place: float, row: Row) -> None:
         label=row["variant"] + ("" if row["comparable"] else f" ({row['note']})"),
     )
     wrong = row["correct"] is False
-    told = f"{row['us']:,.1f} us" + ("" if row["graph"] else ", no graph") + (", WRONG" if wrong else "")
+    told = f"{row['us']:,.1f} us" + (", no graph" if row["graph"] is False else "") + (", WRONG" if wrong else "")
     told += f", {share:.0f} %" if share > WIDEST else ""
     axes.text(
         min(share + spread, 0.75 * WIDEST) + 1,

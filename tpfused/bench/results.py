@@ -2,15 +2,32 @@
 
 import csv
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-# What a user of this package gets, and a back end that was forced.
-OURS = ("ours", "triton")
-
 Row = Mapping[str, Any]
+
+
+def new_row(op: str, case: str, direction: str, dtype: str, variant: str, **known: Any) -> dict[str, Any]:
+    """Every key in every row, in one order; None where nothing was measured."""
+    row: dict[str, Any] = {"op": op, "case": case, "pass": direction, "dtype": dtype, "variant": variant}
+    row |= dict.fromkeys(
+        "us us_iqr floor floor_us floor_us_iqr ratio ratio_iqr rate unit amount eager_us eager_us_iqr extra_bytes "
+        "correct graph autograd calls rounds error".split()
+    )
+    return row | {"comparable": True, "note": "", "autograd": True} | known
+
+
+def rounded(*values: float, digits: int = 3) -> list[float]:
+    return [round(value, digits) for value in values]
+
+
+def error_line(error: Exception) -> str:
+    """The first line of what it says, with its type."""
+    lines = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {lines[0]}" if lines else type(error).__name__
 
 
 def write_json(path: str, meta: Mapping[str, Any], rows: Sequence[Row]) -> None:
@@ -32,6 +49,16 @@ def by_case(rows: Sequence[Row]) -> Iterator[list[Row]]:
         yield list(variants)
 
 
+def is_ours(row: Row) -> bool:
+    """What a user of this package gets, or a back end of it that was forced."""
+    return row["variant"] == "triton" or row["variant"].startswith("ours")
+
+
+def is_sweep(row: Row) -> bool:
+    """Whether it is a point of a curve over the number of tokens, and no case of a table."""
+    return row["case"].startswith("sweep ")
+
+
 def ours_of(rows: Sequence[Row]) -> Row | None:
     return next((row for row in rows if row["variant"] == "ours"), None)
 
@@ -41,7 +68,7 @@ def best_other(rows: Sequence[Row]) -> Row | None:
     others = [
         row
         for row in rows
-        if row["variant"] not in OURS and row["comparable"] and row["correct"] is not False and row["us"] is not None
+        if not is_ours(row) and row["comparable"] and row["correct"] is not False and row["us"] is not None
     ]
     return min(others, key=lambda row: row["us"], default=None)
 
@@ -51,49 +78,63 @@ def headline(rows: Sequence[Row]) -> str:
     ours, other = ours_of(rows), best_other(rows)
     if ours is None or ours["us"] is None:
         return f"failed: {ours['error']}" if ours else "nothing measured"
-    told = f"{ours['us']:.1f} us, {ours['ratio']:.3f} x {ours['floor']}"
-    if other is not None:
-        told += f"; {other['variant']} {other['ratio']:.3f} x"
+    told = f"{ours['us']:.1f} us"
+    if ours["ratio"] is not None:  # the floor was measured
+        told += f", {ours['ratio']:.3f} x {ours['floor']}"
+        told += f"; {other['variant']} {other['ratio']:.3f} x" if other else ""
     wrong = [row["variant"] for row in rows if row["correct"] is False]
     return told + (f"; WRONG: {', '.join(wrong)}" if wrong else "")
 
 
+def _with_spread(row: Row, key: str, digits: int) -> str:
+    return f"{row[key]:.{digits}f} ({row[f'{key}_iqr']:.{digits}f})"
+
+
+def _number(key: str, form: str, scale: float = 1.0) -> Callable[[Row], str]:
+    return lambda row: "" if row.get(key) is None else format(row[key] / scale, form)
+
+
+# Title -> the cell of a row that was measured.
+NUMBERS: dict[str, Callable[[Row], str]] = {
+    "us (IQR)": lambda row: _with_spread(row, "us", 1),
+    "host us": _number("host_us", ".1f"),
+    "eager us": _number("eager_us", ".1f"),
+    "floor us": _number("floor_us", ".1f"),
+    "ratio (IQR)": lambda row: _with_spread(row, "ratio", 3) if row["ratio"] is not None else "",
+    "exposed us": _number("exposed_us", ".1f"),
+    "hidden": _number("hidden", ".2f"),
+    "rate": lambda row: f"{row['rate']:,.0f} {row['unit']}",
+    "extra MiB": _number("extra_bytes", ",.1f", 2**20),
+}
+
+
 def header(rows: Sequence[Row]) -> list[str]:
-    waits = ["eager us"] if _has_waits(rows) else []
-    return ["case", "pass", "variant", "us (IQR)", *waits, "floor us", "ratio (IQR)", "rate", "extra MiB", ""]
+    return ["case", "pass", "variant", *_shown(rows), ""]
 
 
 def cells(rows: Sequence[Row]) -> Iterator[list[str]]:
     """A line of the table for each row; what the line above says already is left out."""
-    waits = _has_waits(rows)
+    shown = _shown(rows)
     for variants in by_case(rows):
         for number, row in enumerate(variants):
             first = [row["case"], row["pass"]] if number == 0 else ["", ""]
-            yield [*first, row["variant"], *_numbers(row, waits), _remarks(row)]
+            yield [*first, row["variant"], *(_cell(title, row) for title in shown), _remarks(row)]
 
 
-def _has_waits(rows: Sequence[Row]) -> bool:
-    return any(row["eager_us"] is not None for row in rows)
+def _shown(rows: Sequence[Row]) -> list[str]:
+    """The columns in which any row has something to say."""
+    return [title for title in NUMBERS if any(_cell(title, row) for row in rows)]
 
 
-def _numbers(row: Row, waits: bool) -> list[str]:
-    if row["us"] is None:
-        return [""] * (6 if waits else 5)
-    extra = row["extra_bytes"]
-    return [
-        f"{row['us']:.1f} ({row['us_iqr']:.1f})",
-        *([f"{row['eager_us']:.1f}" if row["eager_us"] is not None else ""] if waits else []),
-        f"{row['floor_us']:.1f}",
-        f"{row['ratio']:.3f} ({row['ratio_iqr']:.3f})",
-        f"{row['rate']:,.0f} {row['unit']}",
-        "" if extra is None else f"{extra / 2**20:,.1f}",
-    ]
+def _cell(title: str, row: Row) -> str:
+    return "" if row["us"] is None else NUMBERS[title](row)
 
 
 def _remarks(row: Row) -> str:
+    unchecked = row["correct"] is None and row["error"] is None and row["comparable"]
     remarks = [
         "WRONG" if row["correct"] is False else "",
-        "unchecked" if row["correct"] is None and row["error"] is None else "",
+        "unchecked" if unchecked else "",
         "no graph" if row["graph"] is False else "",
         "without autograd" if not row["autograd"] else "",
         row["note"],

@@ -11,12 +11,17 @@ from torch import Tensor
 
 from tpfused.bench.case import Case, Outputs, Setting, Variant, Work, outputs_of
 from tpfused.bench.measure import median_and_iqr
-from tpfused.bench.results import OURS
+from tpfused.bench.results import error_line, is_ours, new_row, rounded
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _FLOOR = "the floor"  # no variant's name
 
 Row = dict[str, Any]
+
+
+def name_of(dtype: torch.dtype) -> str:
+    """What --dtype calls it."""
+    return next(name for name, known in DTYPES.items() if known == dtype)
 
 
 @dataclass(frozen=True)
@@ -41,12 +46,12 @@ def run_case(
             return _rows(case, setting, timer, rounds, eager_time, without)
     except Exception as error:  # the other cases still have a chance: out of memory, say
         timer.recover()
-        return [_row(case, setting, OURS[0], error=_line(error))]
+        return [_row(case, setting, "ours", error=error_line(error))]
 
 
 def is_bad(row: Row) -> bool:
     """Wrong, or ours and not measured: what the exit code tells."""
-    return row["correct"] is False or (row["variant"] in OURS and row["us"] is None)
+    return row["correct"] is False or (is_ours(row) and row["us"] is None)
 
 
 def within_rule(errors: Sequence[tuple[float, float]], twin: Sequence[tuple[float, float]], dtype: torch.dtype) -> bool:
@@ -85,7 +90,7 @@ def _rows(case: Case, setting: Setting, timer, rounds: int, eager_time: bool, wi
             calls[name] = variant.call
         except Exception as error:
             timer.recover()
-            facts[name] = {"error": _line(error)}
+            facts[name] = {"error": error_line(error)}
         facts[name]["correct"] = _verdict(variant, checked, name, setting.dtype)
     times = timer.interleave(timed, rounds)
     waits = timer.waits(calls, rounds) if eager_time else {}
@@ -95,7 +100,7 @@ def _rows(case: Case, setting: Setting, timer, rounds: int, eager_time: bool, wi
     for name, variant in work.variants.items():
         measured = _measured(work, times[name], floor_us) if name in times else {}
         if name in waits:
-            measured["eager_us"], measured["eager_us_iqr"] = _rounded(*median_and_iqr(waits[name]))
+            measured["eager_us"], measured["eager_us_iqr"] = rounded(*median_and_iqr(waits[name]))
         rows.append(
             _row(case, setting, name, comparable=variant.comparable, note=variant.note, **facts[name], **measured)
         )
@@ -111,7 +116,7 @@ def _check(work: Work, timer) -> dict[str, Checked]:
             outputs = outputs_of(variant.call())
         except Exception as error:
             timer.recover()
-            checked[name] = Checked(failure=_line(error))
+            checked[name] = Checked(failure=error_line(error))
             continue
         try:
             if variant.exact is not None:
@@ -148,29 +153,12 @@ def _measured(work: Work, us: list[float], floor_us: list[float]) -> Row:
     median, iqr = median_and_iqr(us)
     ratio, ratio_iqr = median_and_iqr([one / floor for one, floor in zip(us, floor_us, strict=True)])
     row: Row = {"floor": work.floor.name, "unit": work.unit}
-    row["us"], row["us_iqr"] = _rounded(median, iqr)
-    row["floor_us"], row["floor_us_iqr"] = _rounded(*median_and_iqr(floor_us))
-    row["ratio"], row["ratio_iqr"] = _rounded(ratio, ratio_iqr, digits=4)
+    row["us"], row["us_iqr"] = rounded(median, iqr)
+    row["floor_us"], row["floor_us_iqr"] = rounded(*median_and_iqr(floor_us))
+    row["ratio"], row["ratio_iqr"] = rounded(ratio, ratio_iqr, digits=4)
     row["rate"] = round(work.amount / median / (1e3 if work.unit == "GB/s" else 1e6), 1)
     return row | {"amount": work.amount, "rounds": len(us)}
 
 
 def _row(case: Case, setting: Setting, variant: str, **known) -> Row:
-    """Every key in every row, in one order; None where nothing was measured."""
-    dtype = next(name for name, dtype in DTYPES.items() if dtype == setting.dtype)
-    row: Row = {"op": case.op, "case": case.name, "pass": case.direction, "dtype": dtype, "variant": variant}
-    row |= dict.fromkeys(
-        "us us_iqr floor floor_us floor_us_iqr ratio ratio_iqr rate unit amount eager_us eager_us_iqr extra_bytes "
-        "correct graph autograd calls rounds error".split()
-    )
-    return row | {"comparable": True, "note": "", "autograd": True} | known
-
-
-def _rounded(*values: float, digits: int = 3) -> list[float]:
-    return [round(value, digits) for value in values]
-
-
-def _line(error: Exception) -> str:
-    """The first line of what it says, with its type."""
-    told = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {told[0]}" if told else type(error).__name__
+    return new_row(case.op, case.name, case.direction, name_of(setting.dtype), variant, **known)

@@ -57,29 +57,47 @@ what was done).
 
 
 OVERLAP = """\
-Times all-gather+matmul, matmul+reduce-scatter and a whole feed-forward layer
-(forward and backward) on several GPUs of one host, beside the matmul alone,
-NCCL's collective alone, one after the other, torch's symmetric-memory
-operators, and NCCL as Megatron-LM orders it.
+Times matmuls with a collective (all-gather before or after, reduce-scatter and
+all-reduce after), and a whole feed-forward layer forward and backward, on
+several GPUs of one host: the matmul alone, the collective alone, NCCL and
+cuBLAS one after the other, torch's symmetric-memory operators, NCCL as
+Megatron-LM orders it, and ours.
 
-The floor is the slower of matmul and collective, in the same round: 1.00 means
-that the other one is hidden entirely. Every figure is the slowest rank's; the
-variants take turns. "ours" is what a layer would use; "ours_p2p" and
-"ours_nccl" force a way to move the rows.
+"ours" is what a layer would use; "ours_p2p" and "ours_nccl" force one way to
+move the rows. The variants take turns, and every figure is the slowest rank's.
+
+  us       of the GPU, with the host ahead of it
+  host us  of the host, to launch one call: an eager program waits for the
+           larger of the two
+  ratio    to the floor: the slower one of matmul and collective, in the same
+           round; for "decode" cases and the feed-forward layer, its matmuls
+  exposed  us beyond the matmul alone
+  hidden   share of the shorter one of the two that the longer one hides: 1.00
+           is the floor, 0.00 one after the other
+
+"decode" cases are CUDA graphs of a few tokens, replayed.
 """
 
 OVERLAP_EXAMPLES = """\
-operations: all_gather_matmul, matmul_reduce_scatter, mlp
+operations: all_gather_matmul, matmul_reduce_scatter, matmul_all_reduce,
+            matmul_all_gather, mlp
 
 examples:
-  tpfused bench overlap --quick            a few cases, on all GPUs
+  tpfused bench overlap --list             the cases (no GPU needed)
+  tpfused bench overlap --quick            a few of them, on all GPUs
   tpfused bench overlap --gpus 2 --json run.json --plot plots
-  torchrun --nproc_per_node 4 benchmarks/overlap.py --sweep
+                                           all of them, on two; keep and draw
+                                           the numbers
+  tpfused bench overlap --sweep --plot plots
+                                           and from 1 to 16384 tokens, as curves
+  tpfused bench overlap --op matmul_all_reduce --case decode
+                                           the cases with that in their name
+  torchrun --nproc_per_node 4 benchmarks/overlap.py
                                            in workers that torchrun starts
 
-Exit codes: 0 done; 1 something was wrong or failed; 2 something in the command
-line is wrong, or there are too few GPUs; 130 interrupted (the files then hold
-what was done).
+Exit codes: 0 done; 1 one of ours was wrong or failed (what fails of the others
+is shown); 2 something in the command line is wrong, or there are too few GPUs;
+130 interrupted (the files then hold what was done).
 """
 
 
@@ -92,65 +110,63 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _add_kernels(areas) -> None:
-    kernels = areas.add_parser(
+    what, how = _add_area(
+        areas,
         "kernels",
         help="each kernel, on one GPU",
         description=KERNELS,
         epilog=KERNELS_EXAMPLES,
-        usage="tpfused bench kernels [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        quick="fewer cases, 7 rounds",
+        dtypes="bf16 (default), fp16 or fp32",
     )
-    what = kernels.add_argument_group("what to measure")
-    what.add_argument("--op", action="append", metavar="NAME", help="this operation only; may be given again")
-    what.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
     what.add_argument(
         "--without", action="append", metavar="VARIANT", help="leave a variant out (compile takes most of the time)"
     )
-    what.add_argument("--quick", action="store_true", help="fewer cases, 7 rounds")
-    what.add_argument("--list", action="store_true", help="print operations, cases and variants, and end")
-    what.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16 (default), fp16 or fp32")
-
-    how = kernels.add_argument_group("how")
-    how.add_argument("--rounds", type=int, metavar="N", help="rounds over all variants (default: 21)")
     how.add_argument(
         "--eager-time",
         action="store_true",
         help="also measure what the host waits in a loop of eager calls: its own time and the GPU's",
     )
-    how.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
-
-    files = kernels.add_argument_group("files")
-    files.add_argument("--json", metavar="FILE", help="write every number, and what it was measured on")
-    files.add_argument("--csv", metavar="FILE", help="write the rows")
-    files.add_argument("--plot", metavar="DIR", help="draw DIR/kernels-NAME.png for each operation")
 
 
 def _add_overlap(areas) -> None:
-    overlap = areas.add_parser(
+    what, how = _add_area(
+        areas,
         "overlap",
         help="matmuls with a collective, on several GPUs",
         description=OVERLAP,
         epilog=OVERLAP_EXAMPLES,
-        usage="tpfused bench overlap [options]",
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        quick="one shape or two an operation, 5 rounds",
+        dtypes="bf16 (default) or fp16",
     )
-    what = overlap.add_argument_group("what to measure")
+    what.add_argument("--sweep", action="store_true", help="also 1 to 16384 tokens of the 8B shape")
+    how.add_argument("--gpus", type=int, metavar="N", help="how many (default: all); torchrun's own number under it")
+
+
+def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
+    """A benchmark with the options that all have; returns the groups for more of what to measure, and of how."""
+    parser = areas.add_parser(
+        name,
+        usage=f"tpfused bench {name} [options]",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        **texts,
+    )
+    what = parser.add_argument_group("what to measure")
     what.add_argument("--op", action="append", metavar="NAME", help="this operation only; may be given again")
     what.add_argument("--case", metavar="TEXT", help="only cases with TEXT in their name")
-    what.add_argument("--sweep", action="store_true", help="also 1 to 16384 tokens of the 8B shape")
-    what.add_argument("--quick", action="store_true", help="one shape an operation, 5 rounds")
-    what.add_argument("--list", action="store_true", help="print the cases, and end")
-    what.add_argument("--dtype", default="bf16", metavar="NAME", help="bf16 (default) or fp16")
+    what.add_argument("--quick", action="store_true", help=quick)
+    what.add_argument("--list", action="store_true", help="print what there is to measure, and end")
+    what.add_argument("--dtype", default="bf16", metavar="NAME", help=dtypes)
 
-    how = overlap.add_argument_group("how")
-    how.add_argument("--gpus", type=int, metavar="N", help="how many (default: all); torchrun's own number under it")
+    how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, metavar="N", help="rounds over all variants (default: 21)")
     how.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
 
-    files = overlap.add_argument_group("files")
+    files = parser.add_argument_group("files")
     files.add_argument("--json", metavar="FILE", help="write every number, and what it was measured on")
     files.add_argument("--csv", metavar="FILE", help="write the rows")
-    files.add_argument("--plot", metavar="DIR", help="draw DIR/overlap-NAME.png for each operation")
+    files.add_argument("--plot", metavar="DIR", help=f"draw DIR/{name}-NAME.png for each operation")
+    return what, how
 
 
 def run(args: argparse.Namespace) -> int:

@@ -16,15 +16,21 @@ import traceback
 from collections.abc import Callable
 from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from multiprocessing import connection, resource_tracker
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tpfused.cli.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
 
 # Workers that die together within this time are looked at together, so that the first cause is the one reported.
 SETTLE_S = 0.5
 # A terminated worker that has not ended by then is killed.
 GRACE_S = 3.0
+# A collective that a lost peer leaves waiting ends with an error after this time, on every node.
+COLLECTIVE_TIMEOUT_S = 120.0
 # What torchrun sets for its workers; a process started here has a place of its own.
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -97,6 +103,21 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
         _listen(processes, pipes, on_event)
     finally:
         _stop(processes)
+
+
+def join_group(worker: Worker, device: "torch.device", timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
+    """Make the default process group of all workers: NCCL for a GPU, gloo for a CPU."""
+    import torch.distributed as dist  # not above: a worker may need no torch
+
+    timeout, place = timedelta(seconds=timeout_s), {}
+    if worker.port is not None:
+        # Given outright, the store and the rank leave nothing to environment variables.
+        store = dist.TCPStore("127.0.0.1", worker.port, is_master=False, timeout=timeout)
+        place = dict(store=store, rank=worker.rank, world_size=worker.world)
+    on_gpu = device.type == "cuda"
+    dist.init_process_group(
+        "nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None, **place
+    )
 
 
 def _listen(processes, pipes, on_event) -> None:

@@ -5,20 +5,15 @@ import platform
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpfused import ParallelTransformer
 from tpfused.group import TPGroup
-from tpfused.training.launch import Worker
+from tpfused.training.launch import Worker, join_group
 from tpfused.training.presets import RunConfig
-
-# A collective that a lost peer leaves waiting ends with an error after this time, on every node.
-COLLECTIVE_TIMEOUT = timedelta(seconds=120)
 
 
 def pick_device(run: RunConfig, worker: Worker) -> torch.device:
@@ -46,17 +41,7 @@ def connect(run: RunConfig, worker: Worker, device: torch.device) -> DeviceMesh 
     """Join the run's process group: its (dp, tp) mesh, or None where one process is all."""
     if run.world == 1:
         return None
-    place = {}
-    if worker.port is not None:
-        # Given outright, the store and the rank leave nothing to environment variables.
-        store = dist.TCPStore("127.0.0.1", worker.port, is_master=False, timeout=COLLECTIVE_TIMEOUT)
-        place = dict(store=store, rank=worker.rank, world_size=worker.world)
-    dist.init_process_group(
-        "nccl" if device.type == "cuda" else "gloo",
-        timeout=COLLECTIVE_TIMEOUT,
-        device_id=device if device.type == "cuda" else None,
-        **place,
-    )
+    join_group(worker, device)
     return init_device_mesh(device.type, (run.dp, run.tp), mesh_dim_names=("dp", "tp"))
 
 

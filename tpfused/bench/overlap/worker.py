@@ -5,21 +5,39 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from datetime import timedelta
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from tpfused.bench.measure import median_and_iqr
-from tpfused.bench.overlap.cases import Case, Work, build
-from tpfused.bench.runner import DTYPES
-from tpfused.training.launch import Worker
+from tpfused.bench.case import outputs_of
+from tpfused.bench.measure import GpuTimer, Timed, in_turn, median_and_iqr
+from tpfused.bench.overlap.cases import Case
+from tpfused.bench.overlap.works import COLLECTIVE, MATMUL, Call, Place, Work, build
+from tpfused.bench.results import error_line, new_row, rounded
+from tpfused.bench.runner import DTYPES, name_of
+from tpfused.training.launch import Worker, join_group
 
-TIMEOUT = timedelta(minutes=5)
+TIMEOUT_S = 300.0
 SAMPLE_US = 4000  # of calls between two looks at the clock
-MOST_CALLS = 50
+LEAST_RUNS, MOST_RUNS = 2, 10
+GRAPH_CALLS = 20  # in one graph: a call is shorter than a graph's launch
+LEAD_US = 1000  # that the host is ahead of the GPU, at least
+CYCLES_PER_US = 2000  # of a GPU; a slower one only waits longer
 TOLERANCE = 1e-2  # relative, of the norm: both sides are rounded to 16 bits on their way
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Sampled:
+    """One variant's times, of the slowest rank: microseconds a call, round by round, and of the host to launch one."""
+
+    us: list[float]
+    host_us: float
+    calls: int
 
 
 def run(argument: dict[str, Any], worker: Worker) -> None:
@@ -28,106 +46,133 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
     device = torch.device("cuda", worker.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-    place = {}
-    if worker.port is not None:
-        store = dist.TCPStore("127.0.0.1", worker.port, is_master=False, timeout=TIMEOUT)
-        place = dict(store=store, rank=worker.rank, world_size=worker.world)
-    dist.init_process_group(
-        "nccl" if on_gpu else "gloo", timeout=TIMEOUT, device_id=device if on_gpu else None, **place
-    )
+    join_group(worker, device, TIMEOUT_S)
     try:
         torch.manual_seed(argument["seed"] + worker.rank)
+        # Threads that watch the collectives go on calling CUDA during a capture.
+        timer = GpuTimer(capture_error_mode="thread_local") if on_gpu else None
+        place = Place(worker.world, device, DTYPES[argument["dtype"]])
         for case in argument["cases"]:
             if worker.rank == 0:
                 worker.emit("start", case.label)
-            rows = measure(case, device, argument["dtype"], argument["rounds"])
+            rows = measure(case.on(worker.world), place, timer, argument["rounds"])
             if worker.rank == 0:
                 worker.emit("rows", rows)
     finally:
         dist.destroy_process_group()
 
 
-def measure(case: Case, device: torch.device, dtype: str, rounds: int) -> list[dict[str, Any]]:
-    """The rows of one case: every figure is the slowest rank's."""
-    work = build(case, device, DTYPES[dtype])
-    failed: dict[str, str] = {}
+def measure(case: Case, place: Place, timer: GpuTimer | None, rounds: int) -> list[Row]:
+    """The rows of one case: every figure is the slowest rank's. `timer` captures, on a GPU."""
+    row = partial(_row, case, name_of(place.dtype))
+    work, error = _together(partial(build, case, place))
+    if work is None:
+        return [row("ours", error=error)]
+    timed: dict[str, Timed] = {}
+    known: dict[str, Row] = {}
     for name, call in work.variants.items():
-        _attempt(name, call, failed)
-    variants = {name: call for name, call in work.variants.items() if name not in failed}
-    correct = {name: _agrees(work, name) for name in work.checked if name in variants}
-    times, hosts = _interleave(variants, rounds, device)
-    floors = [max(each) for each in zip(*(times[name] for name in work.floor), strict=True)]
-    return [
-        _row(case, work, dtype, name, times.get(name), hosts.get(name), floors, correct.get(name), failed.get(name))
-        for name in work.variants
-    ]
+        ready, error = _together(partial(_prepare, call, timer if case.decode else None))
+        known[name] = {"error": error, "note": work.notes.get(name, "")}
+        known[name]["comparable"] = name not in (MATMUL, COLLECTIVE, *work.notes)
+        if ready is not None:
+            timed[name] = ready
+    for name in work.checked:
+        if name in timed and work.right in timed:
+            known[name]["correct"] = _agree(timed[name].run(), timed[work.right].run())
+            if known[name]["correct"]:
+                known[work.right]["correct"] = True  # two ways that have little in common
+    samples = _interleave(timed, rounds, place.device) if timed else {}
+    for name, sampled in samples.items():
+        known[name] |= _figures(name, work, samples) | {"graph": timed[name].graph or None}
+        known[name] |= {"host_us": round(sampled.host_us, 3), "calls": sampled.calls, "rounds": rounds}
+    return [row(name, **facts) for name, facts in known.items()]
 
 
-def _attempt(name: str, call: Callable[[], object], failed: dict[str, str]) -> None:
-    """Run it once on every rank; one rank's failure is every rank's."""
-    problem = None
+def _together(step: Callable[[], Any]) -> tuple[Any, str | None]:
+    """(what `step` gives, None) or (None, why it failed): one rank's failure is every rank's."""
+    result = problem = None
     try:
-        call()
-    except (RuntimeError, ValueError) as error:
-        problem = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        result = step()
+    except Exception as error:  # whatever a baseline raises, the others have a chance
+        problem = error_line(error)
     problems: list[str | None] = [None] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     told = next(filter(None, problems), None)
-    if told:
-        failed[name] = told
+    return (None, told) if told else (result, None)
 
 
-def _agrees(work: Work, name: str) -> bool:
-    """Whether a variant's outputs are those of `work.right`, on every rank."""
-    found, right = (_list(work.variants[each]()) for each in (name, work.right))
-    error = max(((a.float() - b.float()).norm() / b.float().norm()).item() for a, b in zip(found, right, strict=True))
+def _prepare(call: Call, timer: GpuTimer | None) -> Timed:
+    """`call` after its first time; with a `timer`, as a CUDA graph, whose replay returns what its last call gave."""
+    call()
+    if timer is None:
+        return Timed(call, 1, False)
+    outputs = []
+
+    def keep() -> None:
+        outputs[:] = [call()]
+
+    replay = timer.capture(keep, GRAPH_CALLS)
+
+    def run() -> object:
+        replay()
+        return outputs[0]
+
+    return Timed(run, GRAPH_CALLS, True)
+
+
+def _agree(found: object, right: object) -> bool:
+    """Whether a variant's outputs are the right ones, on every rank."""
+    pairs = zip(outputs_of(found), outputs_of(right), strict=True)
+    error = max(_distance(a.float(), b.float()) for a, b in pairs)
     return _slowest([error if error == error else float("inf")])[0] < TOLERANCE
 
 
-def _list(outputs: object) -> list[torch.Tensor]:
-    return [outputs] if isinstance(outputs, torch.Tensor) else list(outputs)
+def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
+    return ((a - b).norm() / b.norm()).item() if a.shape == b.shape else float("inf")
 
 
-def _interleave(
-    variants: dict[str, Callable[[], object]], rounds: int, device: torch.device
-) -> tuple[dict[str, list[float]], dict[str, float]]:
-    """Microseconds a call of each variant, round by round, and of the host's time to make one."""
-    once = {name: _sample(call, 3, device)[0] for name, call in variants.items()}
-    calls = {
-        name: max(2, min(MOST_CALLS, round(SAMPLE_US / us)))
-        for name, us in zip(once, _slowest(list(once.values())), strict=True)
-    }
-    samples: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
-    names = list(variants)
-    for number in range(rounds):
-        for place in range(len(names)):
-            name = names[(place + number) % len(names)]
-            samples[name].append(_sample(variants[name], calls[name], device))
-    times = {name: _slowest([us for us, _ in found]) for name, found in samples.items()}
-    hosts = {name: _slowest([statistics.median(host for _, host in found)])[0] for name, found in samples.items()}
-    return times, hosts
+def _interleave(timed: dict[str, Timed], rounds: int, device: torch.device) -> dict[str, Sampled]:
+    """All variants in each round."""
+    first = {name: _sample(each, LEAST_RUNS, LEAD_US, device) for name, each in timed.items()}
+    us, host_us = (_slowest(list(values)) for values in zip(*first.values(), strict=True))
+    runs, lead_us = {}, LEAD_US
+    for (name, each), one, host in zip(timed.items(), us, host_us, strict=True):
+        runs[name] = max(LEAST_RUNS, min(MOST_RUNS, round(SAMPLE_US / (one * each.calls))))
+        # The same for all: who has waited longer finds a cooler GPU, whose clock is higher.
+        lead_us = max(lead_us, 1.25 * host * runs[name] * each.calls)
+    found: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
+    for _, name in in_turn(timed, rounds):
+        found[name].append(_sample(timed[name], runs[name], lead_us, device))
+    samples = {}
+    for name, pairs in found.items():
+        us, host_us = (_slowest(list(values)) for values in zip(*pairs, strict=True))
+        samples[name] = Sampled(us, statistics.median(host_us), runs[name] * timed[name].calls)
+    return samples
 
 
-def _sample(call: Callable[[], object], calls: int, device: torch.device) -> tuple[float, float]:
-    """Microseconds a call, on the GPU and of the host; the GPU starts when the host is well ahead of it."""
-    dist.barrier()
+def _sample(timed: Timed, runs: int, lead_us: float, device: torch.device) -> tuple[float, float]:
+    """Microseconds a call: of the GPU, which starts with the others' and when its host is ahead; of the host."""
+    calls = runs * timed.calls
     if device.type != "cuda":
-        start = time.perf_counter()
-        for _ in range(calls):
-            call()
-        us = (time.perf_counter() - start) * 1e6 / calls
+        dist.barrier()
+        us = _host_us(timed, runs) / calls
         return us, us
-    torch.cuda.synchronize()
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda._sleep(2_000_000)  # about a millisecond
+    torch.cuda.synchronize()
+    torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
+    dist.all_reduce(torch.zeros(1, device=device))
     begin.record()
-    start = time.perf_counter()
-    for _ in range(calls):
-        call()
-    host = (time.perf_counter() - start) * 1e6 / calls
+    host = _host_us(timed, runs) / calls
     end.record()
     torch.cuda.synchronize()
     return begin.elapsed_time(end) * 1e3 / calls, host
+
+
+def _host_us(timed: Timed, runs: int) -> float:
+    start = time.perf_counter()
+    for _ in range(runs):
+        timed.run()
+    return (time.perf_counter() - start) * 1e6
 
 
 def _slowest(values: list[float]) -> list[float]:
@@ -138,17 +183,27 @@ def _slowest(values: list[float]) -> list[float]:
     return largest.tolist()
 
 
-def _row(case, work, dtype, name, us, host, floors, correct, error) -> dict[str, Any]:
-    row: dict[str, Any] = {"op": case.op, "case": case.name, "pass": case.direction, "dtype": dtype, "variant": name}
-    numbers = "us us_iqr host_us floor_us floor_us_iqr ratio ratio_iqr rate".split()
-    row |= dict.fromkeys(numbers) | {"floor": f"max({', '.join(work.floor)})", "unit": "TFLOP/s", "amount": work.flops}
-    row |= {"eager_us": None, "extra_bytes": None, "graph": True, "autograd": True, "correct": correct, "error": error}
-    row |= {"comparable": name not in (*work.floor, *work.notes), "note": work.notes.get(name, "")}
-    if us is None:
-        return row
-    row["us"], row["us_iqr"] = median_and_iqr(us)
-    row["floor_us"], row["floor_us_iqr"] = median_and_iqr(floors)
-    row["ratio"], row["ratio_iqr"] = median_and_iqr([one / floor for one, floor in zip(us, floors, strict=True)])
-    row["rate"] = work.flops / row["us"] / 1e6
-    row["host_us"] = host
-    return {key: round(value, 4) if isinstance(value, float) else value for key, value in row.items()}
+def _figures(name: str, work: Work, samples: dict[str, Sampled]) -> Row:
+    """What one variant's times say, and beside those of its parts, round by round."""
+    us = samples[name].us
+    median, iqr = rounded(*median_and_iqr(us))
+    row = {"us": median, "us_iqr": iqr, "rate": round(work.flops / median / 1e6, 1), "unit": "TFLOP/s"}
+    row["amount"] = work.flops
+    if set(work.floor) <= set(samples):
+        floors = [max(each) for each in zip(*(samples[part].us for part in work.floor), strict=True)]
+        row["floor"] = f"max({', '.join(work.floor)})" if len(work.floor) > 1 else work.floor[0]
+        row["floor_us"], row["floor_us_iqr"] = rounded(*median_and_iqr(floors))
+        ratios = [one / floor for one, floor in zip(us, floors, strict=True)]
+        row["ratio"], row["ratio_iqr"] = rounded(*median_and_iqr(ratios), digits=4)
+    parts = {MATMUL, COLLECTIVE}
+    if name not in parts and parts <= set(samples):
+        together = list(zip(us, samples[MATMUL].us, samples[COLLECTIVE].us, strict=True))
+        row["exposed_us"] = round(statistics.median(one - matmul for one, matmul, _ in together), 3)
+        shares = [(matmul + collective - one) / min(matmul, collective) for one, matmul, collective in together]
+        row["hidden"] = round(statistics.median(shares), 4)
+    return row
+
+
+def _row(case: Case, dtype: str, variant: str, **known: Any) -> Row:
+    own = {"m": case.m, "k": case.k, "n": case.n} | dict.fromkeys(("host_us", "exposed_us", "hidden"))
+    return new_row(case.op, case.name, case.direction, dtype, variant, **own | known)

@@ -1,0 +1,99 @@
+"""What the benchmarks' command lines share: which cases to measure, how, where the results go, and the report."""
+
+import difflib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpfused.bench.results import Row, write_csv, write_json
+from tpfused.cli.errors import UserError
+from tpfused.cli.outputs import check_writable
+from tpfused.provenance import measured_on
+
+
+def select(known: Sequence[str], cases: Callable[[str], list], options: Mapping[str, Any]) -> list:
+    """The cases that --op, --quick and --case leave of those of the `known` operations."""
+    operations = options["op"] or known
+    for name in operations:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else f"choose {', '.join(known)}"
+            raise UserError(f"unknown operation {name!r}: {hint}")
+    chosen = [case for name in known if name in operations for case in cases(name)]
+    if options["quick"]:
+        chosen = [case for case in chosen if case.quick]
+    if options["case"]:
+        chosen = [case for case in chosen if options["case"] in case.name]
+        if not chosen:
+            quick = "quick " if options["quick"] else ""
+            raise UserError(f"no {quick}case has {options['case']!r} in its name: --list shows them")
+    return chosen
+
+
+def check_options(options: Mapping[str, Any], dtypes: Sequence[str]) -> None:
+    """Find out before the measurements what would spoil their report."""
+    if options["dtype"] not in dtypes:
+        raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(dtypes)}")
+    if options["rounds"] is not None and options["rounds"] < 1:
+        raise UserError(f"--rounds must be at least 1, not {options['rounds']}")
+    if options["seed"] is not None and not 0 <= options["seed"] < 2**63:
+        raise UserError(f"--seed must be at least 0 and below 2**63, not {options['seed']}")
+    for option in ("json", "csv"):
+        if options[option] is not None:
+            check_writable(option, options[option])
+    if options["json"] and options["csv"] and os.path.realpath(options["json"]) == os.path.realpath(options["csv"]):
+        raise UserError(f"--json and --csv are one file, {options['json']}")
+    if options["plot"] is not None:
+        if importlib.util.find_spec("matplotlib") is None:
+            raise UserError('--plot needs matplotlib: pip install "tpfused[bench]"')
+        try:
+            Path(options["plot"]).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"--plot {options['plot']}: {error.strerror}") from error
+        if not os.access(options["plot"], os.W_OK):
+            raise UserError(f"--plot {options['plot']} cannot be written")
+
+
+def rounds_and_seed(options: Mapping[str, Any], rounds: int, quick_rounds: int) -> tuple[int, int]:
+    seed = torch.seed() % 2**31 if options["seed"] is None else options["seed"]
+    return options["rounds"] or (quick_rounds if options["quick"] else rounds), seed
+
+
+def describe_run(card: str, gpus: int, options: Mapping[str, Any], rounds: int, seed: int) -> dict[str, Any]:
+    """Where the numbers come from: the card, versions, commit, and how much of the benchmark they are."""
+    found = measured_on(card, gpus)
+    return {
+        "card": card,
+        "gpus": gpus,
+        **found["versions"],
+        "commit": found["commit"],
+        "date": found["date"],
+        "rounds": rounds,
+        "quick": options["quick"],
+        "case": options["case"],
+        "seed": seed,
+    }
+
+
+def write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list) -> None:
+    """The files that --json and --csv ask for."""
+    if options["json"]:
+        write_json(options["json"], meta, rows)
+    if options["csv"]:
+        write_csv(options["csv"], rows)
+
+
+def report(console, options: Mapping[str, Any], rows: Sequence[Row], bad: Sequence[Row]) -> None:
+    """The tables, and what is wrong or was written."""
+    for name in dict.fromkeys(row["op"] for row in rows):
+        console.table(f"{name}, {options['dtype']}", [row for row in rows if row["op"] == name])
+    if bad:
+        told = "; ".join(f"{row['op']} {row['case']} {row['pass']}: {row['variant']}" for row in bad)
+        console.say(f"wrong or failed: {told}")
+    for option in ("json", "csv"):
+        if options[option]:
+            console.say(f"wrote {options[option]}")
