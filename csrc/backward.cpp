@@ -6,21 +6,26 @@ namespace tpfused {
 
 void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  Tiles tiles(group, o.type, workspace, stream);
+  Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
   std::unique_ptr<Gather> gather;
-  if (o.wants_dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace, stream);
+  if (o.wants_dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace);
 
-  const int64_t own = o.rows.count(group.rank);
+  const int64_t own = o.rows.by_rank().count(group.rank);
   std::unique_ptr<Parts> parts;
   if (o.wants_dx) {
-    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, o.dpre, o.w.backward(), o.n, o.k, workspace);
-    tiles.multiply(Tiles::caller, parts->own_product(0, own));
+    std::vector<Parts::Term> terms;
+    for (const ColumnGradient& column : o.columns) terms.push_back({column.dpre, column.w.backward(), column.n});
+    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, std::move(terms), o.k, workspace);
+    parts->multiply_own();
     tiles.join(Tiles::beside, Tiles::caller);
   }
   if (o.wants_dw) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
-    Product product{matrix(o.dpre, o.n, true), matrix(gather->all(), o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
-    tiles.multiply(Tiles::caller, product);
+    for (const ColumnGradient& column : o.columns) {
+      const int64_t n = column.n;
+      tiles.multiply(Tiles::caller, {matrix(column.dpre, n, true), matrix(gather->all(), o.k), matrix(column.dw, o.k),
+                                     n, o.k, o.rows.total()});
+    }
   }
   if (o.wants_dx) {
     auto beside = tiles.stream(Tiles::beside);
@@ -30,18 +35,26 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
     parts->scatter().finish(stream);
   }
   if (o.wants_dw) gather->finish(stream);
+  tiles.end();
 }
 
 void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  Tiles tiles(group, o.type, workspace, stream);
-  auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.n), o.dy, true, workspace, stream);
+  Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
+  auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.n), o.dy, true, workspace);
   for (int step = 0; step < group.size && o.wants_dx; ++step) {
     int owner = (group.rank + step) % group.size;
     auto lane = step % 2 ? Tiles::beside : Tiles::caller;
     const void* dy = step == 0 ? o.dy : gather->arrive(owner, tiles.stream(lane));
     auto dx = static_cast<char*>(o.dx) + tiles.bytes(o.rows.first(owner) * o.k);
-    Product product{matrix(dy, o.n), o.w.backward(), matrix(dx, o.k), o.rows.count(owner), o.k, o.n};
+    const int64_t count = o.rows.count(owner);
+    Product product{matrices(dy, o.n, step == 0 ? count : o.rows.all()),
+                    o.w.backward(),
+                    matrices(dx, o.k, o.rows.all()),
+                    count,
+                    o.k,
+                    o.n,
+                    o.rows.batch};
     if (step + 1 < group.size) product.spared = gather->processors();
     tiles.multiply(lane, product);
   }
@@ -52,6 +65,7 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     tiles.multiply(Tiles::caller, product);
   }
   gather->finish(stream);
+  tiles.end();
 }
 
 }  // namespace tpfused

@@ -9,7 +9,9 @@ namespace tpfused {
 
 PeerMemory::PeerMemory(int size, size_t slot_bytes)
     : slot_bytes_((slot_bytes + 4095) / 4096 * 4096), base_(size, nullptr) {
-  size_t bytes = flag_bytes + slots * slot_bytes_;
+  static_assert((words + small_flag_words + first_number + most_numbers) * sizeof(uint32_t) <= flag_bytes, "flags");
+  if (size > most_ranks) throw std::runtime_error("a group of more than 64 ranks on one host");
+  size_t bytes = flag_bytes + 2 * small_bytes + slots * slot_bytes_;
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes), "cudaMalloc of memory that peers write");
   own_ = static_cast<char*>(memory);
@@ -46,6 +48,12 @@ void PeerMemory::disconnect() {
   }
 }
 
+uint32_t* PeerMemory::number_of_use(bool in_graph) {
+  if (!in_graph) return local(first_number + numbers_[0]++ % eager_numbers);
+  if (numbers_[1] == most_numbers) throw std::runtime_error("too many operations in CUDA graphs of one group");
+  return local(first_number + numbers_[1]++);
+}
+
 PeerMemory::~PeerMemory() {
   disconnect();
   cudaFree(own_);
@@ -60,12 +68,19 @@ Group::Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_pr
   check(cudaStreamCreateWithPriority(&beside, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
   marks_.resize(size, nullptr);
   for (cudaEvent_t& mark : marks_) check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate");
+  check(cudaEventCreateWithFlags(&small_sum_ended_, cudaEventDisableTiming), "cudaEventCreate");
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.minCTAs = 1;
   config.maxCTAs = nccl_processors;
   check(ncclCommInitRankConfig(&nccl, size, id, rank, &config), "ncclCommInitRank");
+  void* memory = nullptr;
+  check(cudaHostAlloc(&memory, sizeof(Replays), cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
+  replays_ = new (memory) Replays{};
+  check(cudaMalloc(&memory, 2 * sizeof(uint32_t)), "cudaMalloc");
+  replayed_ = static_cast<uint32_t*>(memory);
+  check(cudaMemset(replayed_, 0, 2 * sizeof(uint32_t)), "cudaMemset");
   watchdog = std::make_unique<Watchdog>(
-      device, [this](const std::string& operation, double seconds) { give_up(operation, seconds); });
+      device, replays_, [this](const std::string& operation, double seconds) { give_up(operation, seconds); });
 }
 
 void Group::check_alive() {
@@ -81,6 +96,7 @@ void Group::fail(const std::string& why) {
 void Group::give_up(const std::string& operation, double seconds) {
   std::string told = operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
                      " has not ended after " + std::to_string(static_cast<int>(seconds)) + " s";
+  replays_->given_up = 1;
   cudaStream_t stream = nullptr;  // the waiting ones are busy
   if (peers && cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess) {
     std::vector<uint32_t> words(PeerMemory::words);
@@ -88,7 +104,7 @@ void Group::give_up(const std::string& operation, double seconds) {
     uint32_t* flags = peers->arrived(rank, 0, 0);
     cudaMemcpyAsync(words.data(), flags, bytes, cudaMemcpyDeviceToHost, stream);
     cudaStreamSynchronize(stream);
-    for (int peer = 0; peer < size; ++peer) {
+    for (int peer = 0; peer < size && !peers->by_device; ++peer) {
       bool missing = false;
       for (int slot = 0; slot < PeerMemory::slots && peer != rank; ++slot) {
         uint32_t arrived = words[peers->arrived(rank, slot, peer) - flags];
@@ -116,49 +132,124 @@ Group::~Group() {
   watchdog.reset();
   if (nccl) ncclCommAbort(nccl);  // waits for nobody
   peers.reset();
+  kept_.clear();
+  if (replayed_) cudaFree(replayed_);
+  if (replays_) cudaFreeHost(replays_);
   for (auto& matmul : matmuls_) matmul.reset();
   for (cudaEvent_t mark : marks_) {
     if (mark) cudaEventDestroy(mark);
   }
+  if (small_sum_ended_) cudaEventDestroy(small_sum_ended_);
   if (transfers) cudaStreamDestroy(transfers);
   if (beside) cudaStreamDestroy(beside);
   cudaSetDevice(previous);
 }
 
-Group::Use Group::next_use() {
-  uint32_t use = uses_++;
-  return {static_cast<int>(use % PeerMemory::slots), use / PeerMemory::slots + 1};
+void Group::begin(const char* operation, cudaStream_t stream) {
+  cudaStreamCaptureStatus status;
+  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
+  capturing_ = status == cudaStreamCaptureStatusActive;
+  if (capturing_) {
+    if (peers && !peers->by_device) count_on_device();
+    watchdog->watch_replays(operation);
+  } else {
+    watchdog->begin(operation, stream);
+  }
 }
 
-void Group::restart_uses() {
+void Group::end(cudaStream_t stream) {
+  if (!capturing_) watchdog->end(stream);
+}
+
+void Group::count_on_device() {
+  uint32_t counts[PeerMemory::slots];
+  for (int slot = 0; slot < PeerMemory::slots; ++slot) {
+    counts[slot] = (uses_ + PeerMemory::slots - 1 - slot) / PeerMemory::slots;
+  }
+  auto mode = cudaStreamCaptureModeRelaxed;  // this is not to be captured
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  cudaStream_t stream;
+  check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  check(cudaMemcpyAsync(peers->counter(0), counts, sizeof counts, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  cudaStreamDestroy(stream);
+  check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  peers->by_device = true;
+}
+
+void Group::allocate(size_t slot_bytes) {
+  check(cudaDeviceSynchronize(), "waiting for operations under way");
+  if (peers && peers->by_device) kept_.push_back(std::move(peers));
+  peers = nullptr;
+  peers = std::make_unique<PeerMemory>(size, slot_bytes);
   uses_ = 0;
   for (auto& count : awaited_) count = 0;
 }
 
+void Group::disconnect() {
+  if (peers && !peers->by_device) peers->disconnect();
+}
+
+Group::Use Group::next_use() {
+  uint32_t use = uses_++;
+  int slot = static_cast<int>(use % PeerMemory::slots);
+  if (!peers->by_device) return {slot, use / PeerMemory::slots + 1};
+  uint32_t* number = peers->number_of_use(capturing_);
+  count_use(peers->counter(slot), number, transfers);
+  return {slot, 0, number};
+}
+
+void Group::wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stream) {
+  if (use.on_device) return wait_for(words, {use.on_device, whole, blocks}, replays_, stream);
+  for (int i = 0; i < words.count; ++i) operations_.wait(words.at[i], (use.number - 1) * whole + blocks);
+  operations_.enqueue(stream);
+}
+
+void Group::set(const Words& words, Use use, uint32_t blocks, cudaStream_t stream) {
+  if (use.on_device) return tpfused::set(words, {use.on_device, whole, blocks}, stream);
+  for (int i = 0; i < words.count; ++i) operations_.write(words.at[i], (use.number - 1) * whole + blocks);
+  operations_.enqueue(stream);
+}
+
 void Group::wait_until_emptied(Use use) {
-  for (int step = 1; step < size; ++step) {
-    operations_.wait(peers->emptied(rank, use.slot, (rank + step) % size), use.number - 1);
-  }
-  operations_.enqueue(transfers);
+  Words words;
+  for (int step = 1; step < size; ++step) words.add(peers->emptied(rank, use.slot, (rank + step) % size));
+  wait(words, use, 0, transfers);
 }
 
 void Group::tell_emptied(Use use, cudaStream_t stream) {
-  for (int step = 1; step < size; ++step) {
-    operations_.write(peers->emptied((rank + step) % size, use.slot, rank), use.number);
+  Words words;
+  for (int step = 1; step < size; ++step) words.add(peers->emptied((rank + step) % size, use.slot, rank));
+  if (!capturing_) {  // what comes next on the stream need not wait for that; a graph's streams have to be joined
+    follow(beside, stream);
+    stream = beside;
   }
-  operations_.enqueue(stream);
+  set(words, use, whole, stream);
 }
 
 void Group::tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks) {
-  operations_.write(peers->arrived(peer, use.slot, rank), (use.number - 1) * whole + blocks);
-  operations_.enqueue(stream);
+  Words words;
+  words.add(peers->arrived(peer, use.slot, rank));
+  set(words, use, blocks, stream);
 }
 
 void Group::wait_for_arrival(Use use, int from, cudaStream_t stream, uint32_t blocks) {
-  uint32_t count = (use.number - 1) * whole + blocks;
-  awaited_[use.slot * size + from] = count;
-  operations_.wait(peers->arrived(rank, use.slot, from), count);
-  operations_.enqueue(stream);
+  if (!use.on_device) awaited_[use.slot * size + from] = (use.number - 1) * whole + blocks;
+  Words words;
+  words.add(peers->arrived(rank, use.slot, from));
+  wait(words, use, blocks, stream);
+}
+
+void Group::begin_small_sum(cudaStream_t stream) {
+  if (!capturing_ && small_sum_stream_ && small_sum_stream_ != stream) {
+    check(cudaStreamWaitEvent(stream, small_sum_ended_, 0), "cudaStreamWaitEvent");
+  }
+}
+
+void Group::end_small_sum(cudaStream_t stream) {
+  if (capturing_) return;  // a graph is replayed on one stream
+  check(cudaEventRecord(small_sum_ended_, stream), "cudaEventRecord");
+  small_sum_stream_ = stream;
 }
 
 void Group::mark(int owner, cudaStream_t stream) { check(cudaEventRecord(marks_[owner], stream), "cudaEventRecord"); }

@@ -13,29 +13,40 @@
 #include <vector>
 
 #include "matmul.h"
+#include "signals.h"
 #include "streams.h"
 #include "watchdog.h"
 
 namespace tpfused {
 
-// Which rows a rank owns of all, `each` for a token: the tokens are split as torch.chunk does it, and the last ranks
-// may have fewer of them, or none.
+// Which rows a rank owns of all: those of its tokens, which are split as torch.chunk does it, so that the last ranks
+// may have fewer of them, or none. A token has `each` rows, one after the other; and all tokens come `batch` times, of
+// which a rank's own lie together.
 struct Rows {
-  int64_t tokens, each;
+  int64_t tokens, each, batch;
   int size;
 
-  int64_t total() const { return tokens * each; }
+  // Of one of the batch.
+  int64_t all() const { return tokens * each; }
   int64_t first(int rank) const { return each * std::min(tokens, rank * ((tokens + size - 1) / size)); }
   int64_t count(int rank) const { return first(rank + 1) - first(rank); }
+
+  int64_t total() const { return batch * all(); }
+  // The same rows, if each rank's lay together.
+  Rows by_rank() const { return {tokens, batch * each, 1, size}; }
 };
 
-// Memory that every rank of a group can write: a page of flags, then buffers ("slots") that operations use in turn.
+// Memory that every rank of a group can write: flags, an area for small sums, then buffers ("slots") that operations
+// use in turn.
 //
 // A slot's owner and its peers agree through two words a peer on each side. Use number u of a slot: whoever pushes into
 // it first waits until the owner has "emptied" it of use u - 1, and counts the owner's "arrived" up after its data.
 class PeerMemory {
  public:
-  static constexpr int slots = 3;  // operations that may be under way at a time
+  static constexpr int slots = 3;                       // operations that may be under way at a time
+  static constexpr size_t small_bytes = 8 << 20;        // of each of the two areas for small sums
+  static constexpr int small_blocks = 128;              // of the kernel that adds them
+  static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`
 
   PeerMemory(int size, size_t slot_bytes);
   ~PeerMemory();
@@ -46,22 +57,34 @@ class PeerMemory {
   void connect(int rank, const std::vector<std::string>& handles);  // one of each rank
   void disconnect();                                                // before any peer frees its memory
 
-  char* slot(int rank, int slot) const { return base_[rank] + flag_bytes + slot * slot_bytes_; }
+  char* slot(int rank, int slot) const { return base_[rank] + flag_bytes + 2 * small_bytes + slot * slot_bytes_; }
   // On `rank`: what `from` has pushed, and (written by that peer) what it has emptied of its own.
-  uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot, from); }
-  uint32_t* emptied(int rank, int slot, int from) const { return word(rank, 2 * slot + 1, from); }
+  uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot * most_ranks + from); }
+  uint32_t* emptied(int rank, int slot, int from) const { return word(rank, (2 * slot + 1) * most_ranks + from); }
 
-  static constexpr int words = slots * 2 * 64;  // of one rank, in the order of the above
+  // The area and the flags of small sums that alternate ones use, see small_sums.h.
+  char* small(int rank, int turn) const { return base_[rank] + flag_bytes + turn * small_bytes; }
+  uint32_t* small_flags(int rank) const { return word(rank, words); }
+  uint32_t* small_counter() const { return local(slots); }  // and the word after it
+
+  // This rank's own counts of each slot's uses, where the GPU keeps them, and a word for one use's number.
+  uint32_t* counter(int slot) const { return local(slot); }
+  uint32_t* number_of_use(bool in_graph);  // a graph's is its own for ever
+
+  bool by_device = false;  // whether the GPU keeps the counts, as it does from the first capture on
 
  private:
-  static constexpr size_t flag_bytes = 1 << 16;
-  uint32_t* word(int rank, int row, int from) const {
-    return reinterpret_cast<uint32_t*>(base_[rank]) + row * 64 + from;  // a row of words for up to 64 ranks
-  }
+  static constexpr size_t flag_bytes = 1 << 20;
+  static constexpr int small_flag_words = 2 * 2 * most_ranks * small_blocks;
+  static constexpr int first_number = 64, eager_numbers = 1 << 12, most_numbers = 1 << 17;
+
+  uint32_t* word(int rank, int index) const { return reinterpret_cast<uint32_t*>(base_[rank]) + index; }
+  uint32_t* local(int index) const { return reinterpret_cast<uint32_t*>(own_) + words + small_flag_words + index; }
 
   size_t slot_bytes_;
   int rank_ = -1;
-  std::vector<char*> base_;  // of each rank, as this process sees it
+  uint32_t numbers_[2] = {0, eager_numbers};  // how many have been used: outside graphs, in turn; and in graphs
+  std::vector<char*> base_;                   // of each rank, as this process sees it
   char* own_ = nullptr;
 };
 
@@ -81,13 +104,17 @@ class Group {
   cudaStream_t beside = nullptr;     // matmuls beside those of the caller's stream, and before them
   std::unique_ptr<PeerMemory> peers;
 
-  // A slot, and the number of its use.
+  // Around an operation, eager or captured: something watches whether it ends.
+  void begin(const char* operation, cudaStream_t stream);
+  void end(cudaStream_t stream);
+
+  // A slot, and the number of its use: known here or, in a graph that is captured, on the GPU only.
   struct Use {
     int slot;
     uint32_t number;
+    const uint32_t* on_device = nullptr;
   };
   Use next_use();
-  void restart_uses();  // with new memory
   // On `transfers`: wait until every peer has emptied the slot of its last use.
   void wait_until_emptied(Use use);
   // On `stream`: this rank has read all that was pushed to it.
@@ -96,6 +123,24 @@ class Group {
   static constexpr uint32_t whole = 16;
   void tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks = whole);
   void wait_for_arrival(Use use, int from, cudaStream_t stream, uint32_t blocks = whole);
+
+  // Around the kernel of a small sum: they run one after the other, on whichever streams.
+  void begin_small_sum(cudaStream_t stream);
+  void end_small_sum(cudaStream_t stream);
+  Replays* replays() const { return replays_; }
+  bool capturing() const { return capturing_; }
+  // What an operation in a graph tells the watchdog at its begin and end; null outside one.
+  Tally begun() const { return capturing_ ? Tally{replayed_, &replays_->begun} : Tally{}; }
+  Tally ended() const { return capturing_ ? Tally{replayed_ + 1, &replays_->ended} : Tally{}; }
+
+  // With new memory for `slots`; what a captured graph uses stays.
+  void allocate(size_t slot_bytes);
+  void disconnect();
+
+  // The same bits from every tier and at every run.
+  std::atomic<bool> deterministic{false};
+  // How many multiprocessors the matmuls leave to NCCL meanwhile.
+  int spared() const { return deterministic ? 0 : nccl_processors; }
 
   // One event a rank, for what arrives by other means.
   void mark(int owner, cudaStream_t stream);
@@ -111,13 +156,22 @@ class Group {
  private:
   // Says who is missing, and lets everything on this rank's streams go on, so that the GPU and its process can.
   void give_up(const std::string& operation, double seconds);
+  void count_on_device();  // from now on
+  void wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
+  void set(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
 
   MemoryOperations operations_;
   uint32_t uses_ = 0;
-  std::vector<std::atomic<uint32_t>> awaited_;  // of each slot and peer, the count that was waited for last
+  bool capturing_ = false;
+  std::vector<std::unique_ptr<PeerMemory>> kept_;  // for graphs that were captured with them
+  Replays* replays_ = nullptr;                     // the host's
+  uint32_t* replayed_ = nullptr;                   // its counts on the GPU
+  std::vector<std::atomic<uint32_t>> awaited_;     // of each slot and peer, the count that was waited for last
   std::mutex failure_mutex_;
   std::string failure_;
   std::vector<cudaEvent_t> marks_;
+  cudaEvent_t small_sum_ended_ = nullptr;
+  cudaStream_t small_sum_stream_ = nullptr;  // of the last one
   std::array<std::unique_ptr<Matmul>, 4> matmuls_;
 };
 

@@ -63,8 +63,9 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
                    reinterpret_cast<uintptr_t>(p.add);
   bool aligned = addresses % 16 == 0;
   int kind = p.a.transposed | p.b.transposed << 1 | (p.pre != nullptr) << 2 | aligned << 3 | (p.bias != nullptr) << 4;
-  Key key{p.m,      p.n,          p.k, kind, p.a.leading, p.b.leading, p.y.leading, static_cast<int>(p.activation),
-          p.spared, p.pre_leading};
+  Key key{p.m,           p.n,          p.k,         p.batch,    kind,       static_cast<int>(p.activation),
+          p.a.leading,   p.b.leading,  p.y.leading, p.a.stride, p.y.stride, p.spared,
+          p.rows_of_all, p.pre_leading};
   std::unique_ptr<Plan>& known = plans_[key];
   if (known) return *known;
 
@@ -89,6 +90,7 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
   if (p.pre) {
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_POINTER, p.pre);
     set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_LD, p.pre_leading);
+    set(CUBLASLT_MATMUL_DESC_EPILOGUE_AUX_BATCH_STRIDE, p.y.stride);  // of one layout with y, where there is a batch
   }
 
   if (p.spared > 0) {
@@ -99,10 +101,19 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
   auto layout = [&](cublasLtMatrixLayout_t* made, int64_t rows, int64_t columns, const Matrix& matrix) {
     if (matrix.transposed) std::swap(rows, columns);
     check(cublasLtMatrixLayoutCreate(made, data, columns, rows, matrix.leading), "cublasLtMatrixLayoutCreate");
+    if (p.batch == 1) return;
+    auto batch = static_cast<int32_t>(p.batch);
+    check(cublasLtMatrixLayoutSetAttribute(*made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch), "batch");
+    check(cublasLtMatrixLayoutSetAttribute(*made, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET, &matrix.stride,
+                                           sizeof matrix.stride),
+          "stride");
   };
-  layout(&plan->first, p.k, p.n, p.b);
-  layout(&plan->second, p.m, p.k, p.a);
-  layout(&plan->result, p.m, p.n, p.y);
+  auto lay_out = [&](Plan& for_rows, int64_t rows) {
+    layout(&for_rows.first, p.k, p.n, p.b);
+    layout(&for_rows.second, rows, p.k, p.a);
+    layout(&for_rows.result, rows, p.n, p.y);
+  };
+  lay_out(*plan, p.m);
 
   cublasLtMatmulPreference_t preference = nullptr;
   check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
@@ -113,23 +124,38 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
                          CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES}) {
     cublasLtMatmulPreferenceSetAttribute(preference, attribute, &alignment, sizeof alignment);
   }
-  cublasLtMatmulHeuristicResult_t found;
-  int count = 0;
-  cublasStatus_t status = cublasLtMatmulAlgoGetHeuristic(handle_, plan->operation, plan->first, plan->second,
-                                                         plan->result, plan->result, preference, 1, &found, &count);
+  auto algorithm_for = [&](const Plan& layouts) {
+    cublasLtMatmulHeuristicResult_t found;
+    int count = 0;
+    check(cublasLtMatmulAlgoGetHeuristic(handle_, plan->operation, layouts.first, layouts.second, layouts.result,
+                                         layouts.result, preference, 1, &found, &count),
+          "cublasLtMatmulAlgoGetHeuristic");
+    if (count == 0) throw std::runtime_error("cuBLASLt has no algorithm for this matmul");
+    return found.algo;
+  };
+  bool usable = false;
+  if (p.rows_of_all > p.m) {
+    Plan of_all;
+    lay_out(of_all, p.rows_of_all);
+    plan->algorithm = algorithm_for(of_all);
+    cublasLtMatmulHeuristicResult_t result;
+    usable = cublasLtMatmulAlgoCheck(handle_, plan->operation, plan->first, plan->second, plan->result, plan->result,
+                                     &plan->algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
+             result.workspaceSize <= workspace_bytes;
+  }
+  if (!usable) plan->algorithm = algorithm_for(*plan);
   cublasLtMatmulPreferenceDestroy(preference);
-  check(status, "cublasLtMatmulAlgoGetHeuristic");
-  if (count == 0) throw std::runtime_error("cuBLASLt has no algorithm for this matmul");
-  plan->algorithm = found.algo;
   known = std::move(plan);
   return *known;
 }
 
 void Matmul::run(const Product& p, cudaStream_t stream, void* workspace) {
-  if (p.m == 0 || p.n == 0) return;
+  if (p.m == 0 || p.n == 0 || (p.k == 0 && p.add == p.y.data)) return;
   if (p.k == 0) {  // a rank's share of the input features may be empty; such a product has no bias
-    check(cudaMemset2DAsync(p.y.data, p.y.leading * size_of(type_), 0, p.n * size_of(type_), p.m, stream),
-          "cudaMemset");
+    for (int64_t each = 0; each < p.batch; ++each) {
+      char* y = static_cast<char*>(p.y.data) + each * p.y.stride * size_of(type_);
+      check(cudaMemset2DAsync(y, p.y.leading * size_of(type_), 0, p.n * size_of(type_), p.m, stream), "cudaMemset");
+    }
     return;
   }
   Plan& plan = plan_for(p);

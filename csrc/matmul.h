@@ -22,17 +22,20 @@ struct Matrix {
   void* data;
   int64_t leading;  // entries from one row to the next
   bool transposed = false;
+  int64_t stride = 0;  // entries from one of a batch to the next
 };
 
 // y[m, n] = activation(a[m, k] @ b[k, n] + bias[n])
 struct Product {
   Matrix a, b, y;
   int64_t m, n, k;
+  int64_t batch = 1;  // of such products, with the same bias
   Activation activation = Activation::none;
   const void* bias = nullptr;
   void* pre = nullptr;  // gelu: also receives what the activation is of
   int64_t pre_leading = 0;
   const void* add = nullptr;  // what the sums start from, in rows like y's
+  int64_t rows_of_all = 0;    // of the product that this is a block of, to take the algorithm that is for the whole
   int spared = 0;             // multiprocessors that something else has meanwhile: the algorithm is for the others
 };
 
@@ -53,7 +56,7 @@ class Matmul {
 
  private:
   struct Plan;
-  using Key = std::array<int64_t, 10>;
+  using Key = std::array<int64_t, 14>;
   Plan& plan_for(const Product& product);
 
   int device_;

@@ -18,7 +18,7 @@ struct Columns {
   Group& group;
   const MatmulAllGather& o;
   Tiles& tiles;
-  int64_t all = o.features.total();
+  int64_t all = o.features.all();
   int64_t own = o.features.count(group.rank);
 
   // Where a rank's features of a row begin, in a matrix of all of them.
@@ -44,7 +44,6 @@ void by_copies(const Columns& c, cudaStream_t stream) {
   Blocks blocks(c.o.m, c.own);
   auto use = group.next_use();
   auto arrivals = c.tiles.stream(Tiles::beside);
-  follow(group.transfers, stream);
   group.wait_until_emptied(use);
   for (int block = 0; block < blocks.count; ++block) {
     int64_t first = blocks.first(block), rows = blocks.rows(block);
@@ -87,7 +86,7 @@ void by_nccl(const Columns& c, Workspace& workspace, cudaStream_t stream) {
     char* own = staged + c.tiles.bytes(first * widest);
     char* all = gathered + c.tiles.bytes(group.size * first * widest);
     Product product = c.product(first, rows, own, widest);
-    if (block > 0) product.spared = group.nccl_processors;
+    if (block > 0) product.spared = group.spared();
     c.tiles.multiply(Tiles::caller, product);
     follow(group.transfers, stream);
     check(ncclAllGather(own, all, bytes, ncclInt8, group.nccl, group.transfers), "ncclAllGather");
@@ -104,13 +103,14 @@ void by_nccl(const Columns& c, Workspace& workspace, cudaStream_t stream) {
 
 void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  Tiles tiles(group, o.type, workspace, stream);
+  Tiles tiles(group, o.type, o.m, workspace, stream);
   Columns columns{group, o, tiles};
   if (tier == Tier::p2p) {
     by_copies(columns, stream);
   } else {
     by_nccl(columns, workspace, stream);
   }
+  tiles.end();
 }
 
 }  // namespace tpfused

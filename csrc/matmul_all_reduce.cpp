@@ -1,7 +1,8 @@
 #include "blocks.h"
 #include "check.h"
+#include "parts.h"
 #include "reduce.h"
-#include "tiles.h"
+#include "small_sums.h"
 
 namespace tpfused {
 namespace {
@@ -39,7 +40,6 @@ class ByCopies {
         parts_(group.next_use()),
         sums_(group.next_use()),
         staged_(workspace.take(tiles.bytes(o.m * o.n))) {
-    follow(group.transfers, stream);
     group.wait_until_emptied(parts_);
     group.wait_until_emptied(sums_);
   }
@@ -58,7 +58,7 @@ class ByCopies {
   }
 
  private:
-  Rows shares(int block) const { return {blocks_.rows(block), 1, group_.size}; }
+  Rows shares(int block) const { return {blocks_.rows(block), 1, 1, group_.size}; }
 
   // Where in the owner's slot a rank's part of its share of a block lies: a rank's parts of all blocks together.
   int64_t place(int owner, int from, int block) const {
@@ -139,7 +139,7 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles, cudaStream_t 
     int64_t first = blocks.first(block), count = blocks.rows(block);
     Product product = rows_of(o, tiles, first, count, static_cast<char*>(o.y));
     if (group.rank == 0) product.bias = o.bias;
-    if (block > 0) product.spared = group.nccl_processors;
+    if (block > 0) product.spared = group.spared();
     tiles.multiply(Tiles::beside, product);
     follow(group.transfers, tiles.stream(Tiles::beside));
     check(ncclAllReduce(product.y.data, product.y.data, count * o.n, nccl_type(o.type), ncclSum, group.nccl,
@@ -151,16 +151,49 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles, cudaStream_t 
   follow(stream, group.transfers);
 }
 
+// The same exchange as `ByCopies`, by NCCL, so that the sums are rounded alike.
+void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Workspace& workspace, cudaStream_t stream) {
+  Rows rows{o.m, 1, 1, group.size};
+  const int64_t own = rows.count(group.rank), row_bytes = tiles.bytes(o.n);
+  char* sums = workspace.take(own * row_bytes);
+  Parts parts(group, Tier::nccl, tiles, rows, {{o.x, o.w, o.k}}, o.n, workspace);
+  parts.multiply_own();
+  multiply_wgrad(o, tiles);
+  tiles.join(Tiles::caller, Tiles::beside);
+  auto all = parts.scatter().receive(parts.own(), stream);
+  add_parts(sums, all.data(), group.size, o.bias, own, o.n, o.type, stream);
+  follow(group.transfers, stream);
+  auto gather = start_gather(group, Tier::nccl, rows, row_bytes, sums, true, workspace);
+  for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
+  check(cudaMemcpyAsync(o.y, gather->all(), o.m * row_bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  parts.scatter().finish(stream);
+  gather->finish(stream);
+}
+
+// One matmul and one kernel, on the caller's stream alone.
+void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStream_t stream) {
+  char* own_workspace = workspace.take(workspace_bytes);
+  char* part = workspace.take(o.m * o.n * size_of(o.type));
+  group.matmul(o.type).run({matrix(o.x, o.k), o.w, matrix(part, o.n), o.m, o.n, o.k}, stream, own_workspace);
+  small_all_reduce(group, o.y, part, o.bias, o.m, o.n, o.type, stream);
+}
+
 }  // namespace
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  Tiles tiles(group, o.type, workspace, stream);
+  if (tier == Tier::p2p && !o.wants_dw && is_small_sum(group, o.m, o.n, o.type)) {
+    return small(group, o, workspace, stream);
+  }
+  Tiles tiles(group, o.type, o.m, workspace, stream);
   if (tier == Tier::p2p) {
     ByCopies(group, o, tiles, workspace, stream).run();
+  } else if (group.deterministic) {
+    by_nccl_in_order(group, o, tiles, workspace, stream);
   } else {
     by_nccl(group, o, tiles, stream);
   }
+  tiles.end();
 }
 
 }  // namespace tpfused

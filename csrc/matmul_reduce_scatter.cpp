@@ -15,25 +15,34 @@ constexpr int64_t least_split = 2048;  // own rows: a matmul of fewer leaves mul
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o, Workspace workspace,
                            cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  Tiles tiles(group, o.type, workspace, stream);
-  Parts parts(group, tier, tiles, o.rows, o.x, o.w.forward(), o.k, o.n, workspace);
-  const int64_t own = o.rows.count(group.rank);
-  const int64_t added = group.size == 2 && own >= least_split ? own / 256 * 128 : own;  // rows added by `add_parts`
+  Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
+  const Parts::Term term{o.x, o.w.forward(), o.k};
+  Parts parts(group, tier, tiles, o.rows, {term}, o.n, workspace);
+  const int64_t own = o.rows.by_rank().count(group.rank);
+  const bool split = group.size == 2 && o.rows.batch == 1 && own >= least_split && o.k > 0 && !group.deterministic;
+  const int64_t added = split ? own / 256 * 128 : own;  // rows of which `add_parts` makes the sums
 
-  tiles.multiply(Tiles::caller, parts.own_product(0, added));
-  tiles.join(Tiles::beside, Tiles::caller);
-  auto all = parts.scatter().receive(parts.own(), tiles.stream(Tiles::beside));
-  add_parts(o.y, all.data(), group.size, o.bias, added, o.n, o.type, tiles.stream(Tiles::beside));
-  if (added < own) {
-    auto rest = [&](const void* base) { return static_cast<const char*>(base) + tiles.bytes(added * o.n); };
-    Product product = parts.own_product(added, own - added);
-    product.add = rest(parts.scatter().receive(parts.own(), stream)[1 - group.rank]);
-    product.y.data = const_cast<char*>(rest(o.y));
+  Product product = parts.own_product(term);
+  if (split) product.m = added;
+  tiles.multiply(Tiles::caller, product);
+  if (split) tiles.join(Tiles::beside, Tiles::caller);
+  auto adding = tiles.stream(split ? Tiles::beside : Tiles::caller);
+  auto all = parts.scatter().receive(parts.own(), adding);
+  add_parts(o.y, all.data(), group.size, o.bias, added, o.n, o.type, adding);
+  if (split) {
+    auto rest = [&](const void* base, int64_t width) {
+      return const_cast<char*>(static_cast<const char*>(base) + tiles.bytes(added * width));
+    };
+    product.m = own - added;
+    product.a.data = rest(product.a.data, o.k);
+    product.add = rest(parts.scatter().receive(parts.own(), stream)[1 - group.rank], o.n);
+    product.y.data = rest(o.y, o.n);
     product.bias = o.bias;
     tiles.multiply(Tiles::caller, product);
+    tiles.join(Tiles::caller, Tiles::beside);
   }
-  tiles.join(Tiles::caller, Tiles::beside);
   parts.scatter().finish(stream);
+  tiles.end();
 }
 
 }  // namespace tpfused

@@ -5,6 +5,7 @@
 #include <Python.h>
 
 #include <algorithm>
+#include <array>
 #include <cstring>
 #include <initializer_list>
 
@@ -110,10 +111,7 @@ PyObject* group_allocate(PyObject*, PyObject* args) {
   return guarded([&] {
     auto& group = *at<Group>(address);
     DeviceGuard guard(group.device);
-    check(cudaDeviceSynchronize(), "waiting for operations under way");
-    group.peers = nullptr;
-    group.peers = std::make_unique<PeerMemory>(group.size, static_cast<size_t>(slot_bytes));
-    group.restart_uses();
+    group.allocate(static_cast<size_t>(slot_bytes));
     std::string handle = group.peers->handle();
     return PyBytes_FromStringAndSize(handle.data(), static_cast<Py_ssize_t>(handle.size()));
   });
@@ -127,13 +125,21 @@ PyObject* group_timeout(PyObject*, PyObject* args) {
   return Py_NewRef(Py_None);
 }
 
+PyObject* group_deterministic(PyObject*, PyObject* args) {
+  long long address;
+  int wanted;
+  if (!PyArg_ParseTuple(args, "Li:group_deterministic", &address, &wanted)) return nullptr;
+  at<Group>(address)->deterministic = wanted != 0;
+  return Py_NewRef(Py_None);
+}
+
 PyObject* group_disconnect(PyObject*, PyObject* args) {
   long long address;
   if (!PyArg_ParseTuple(args, "L:group_disconnect", &address)) return nullptr;
   return guarded([&] {
     auto& group = *at<Group>(address);
     DeviceGuard guard(group.device);
-    if (group.peers) group.peers->disconnect();
+    group.disconnect();
     return Py_NewRef(Py_None);
   });
 }
@@ -164,27 +170,27 @@ PyObject* group_connect(PyObject*, PyObject* args) {
 
 // Every operation's arguments begin alike, up to the weight.
 struct Call {
-  long long group, stream, workspace, workspace_bytes, tokens, each, k, n, x, w, w_leading;
+  long long group, stream, workspace, workspace_bytes, tokens, each, batch, k, n, x, w, w_leading;
   int tier, type_code;
 
   bool parse(PyObject* args, const char* name, const char* rest, std::initializer_list<void*> more);
 
   Group& owner() const { return *at<Group>(group); }
-  Rows rows() const { return {tokens, each, owner().size}; }
+  Rows rows() const { return {tokens, each, batch, owner().size}; }
   Weight weight() const { return {at<void>(w), w_leading}; }
   Type type() const { return static_cast<Type>(type_code); }
 };
 
-#define CALL_NAMES "group, tier, stream, workspace, workspace_bytes, type, tokens, each, k, n, x, w, w_leading, "
+#define CALL_NAMES "group, tier, stream, workspace, workspace_bytes, type, tokens, each, batch, k, n, x, w, w_leading, "
 
 // `rest` and `more`: the operation's own arguments, as for PyArg_ParseTuple.
 bool Call::parse(PyObject* args, const char* name, const char* rest, std::initializer_list<void*> more) {
   void* own[8] = {};
   std::copy(more.begin(), more.end(), own);
-  std::string format = std::string("LiLLLiLLLLLLL") + rest + ":" + name;
+  std::string format = std::string("LiLLLiLLLLLLLL") + rest + ":" + name;
   return PyArg_ParseTuple(args, format.c_str(), &group, &tier, &stream, &workspace, &workspace_bytes, &type_code,
-                          &tokens, &each, &k, &n, &x, &w, &w_leading, own[0], own[1], own[2], own[3], own[4], own[5],
-                          own[6], own[7]);
+                          &tokens, &each, &batch, &k, &n, &x, &w, &w_leading, own[0], own[1], own[2], own[3], own[4],
+                          own[5], own[6], own[7]);
 }
 
 // Enqueues an operation.
@@ -197,32 +203,51 @@ PyObject* run(const char* name, void (*function)(Group&, Tier, const Operation&,
     Workspace workspace(at<void>(call.workspace), call.workspace_bytes);
     std::lock_guard<std::mutex> lock(group.mutex);
     group.check_alive();
-    group.watchdog->begin(name, stream);
+    group.begin(name, stream);
     try {
       function(group, static_cast<Tier>(call.tier), operation, workspace, stream);
     } catch (const std::exception& error) {
       group.fail(std::string(name) + " was broken off: " + error.what());  // the peers count on the rest of it
       throw;
     }
-    group.watchdog->end(stream);
+    group.end(stream);
   });
+}
+
+// A Python sequence of tuples of `Width` integers: what an operation does for each of several layers.
+template <int Width>
+bool parse_each(PyObject* sequence, std::vector<std::array<long long, Width>>* all) {
+  Py_ssize_t count = PySequence_Size(sequence);
+  for (Py_ssize_t i = 0; i < count; ++i) {
+    PyObject* item = PySequence_GetItem(sequence, i);
+    std::array<long long, Width> numbers{};
+    bool right = item && PySequence_Size(item) == Width;
+    for (int j = 0; j < Width && right; ++j) {
+      PyObject* number = PySequence_GetItem(item, j);
+      numbers[j] = number ? PyLong_AsLongLong(number) : -1;
+      Py_XDECREF(number);
+      right = !PyErr_Occurred();
+    }
+    Py_XDECREF(item);
+    if (!right) {
+      if (!PyErr_Occurred()) PyErr_Format(PyExc_ValueError, "each layer takes %d integers", Width);
+      return false;
+    }
+    all->push_back(numbers);
+  }
+  return count >= 0;
 }
 
 PyObject* run_all_gather_matmul(PyObject*, PyObject* args) {
   Call c;
-  long long y, bias, pre;
-  int activation;
-  if (!c.parse(args, "all_gather_matmul", "LiLL", {&y, &activation, &bias, &pre})) return nullptr;
-  AllGatherMatmul operation{c.rows(),
-                            c.k,
-                            c.n,
-                            at<void>(c.x),
-                            c.weight(),
-                            at<void>(y),
-                            static_cast<Activation>(activation),
-                            at<void>(bias),
-                            at<void>(pre),
-                            c.type()};
+  PyObject* columns;
+  std::vector<std::array<long long, 7>> each;
+  if (!c.parse(args, "all_gather_matmul", "O", {&columns}) || !parse_each<7>(columns, &each)) return nullptr;
+  AllGatherMatmul operation{c.rows(), c.k, at<void>(c.x), {}, c.type()};
+  for (auto [n, w, leading, y, activation, bias, pre] : each) {
+    operation.columns.push_back(
+        {{at<void>(w), leading}, n, at<void>(y), static_cast<Activation>(activation), at<void>(bias), at<void>(pre)});
+  }
   return run("all_gather_matmul", all_gather_matmul, c, operation);
 }
 
@@ -236,11 +261,16 @@ PyObject* run_matmul_reduce_scatter(PyObject*, PyObject* args) {
 
 PyObject* run_column_backward(PyObject*, PyObject* args) {
   Call c;
-  long long dpre, dx, dw;
+  long long dx;
   int wants_dx, wants_dw;
-  if (!c.parse(args, "column_backward", "LLLii", {&dpre, &dx, &dw, &wants_dx, &wants_dw})) return nullptr;
-  ColumnBackward operation{c.rows(),     c.k,          c.n,           at<void>(dpre), at<void>(c.x), c.weight(),
-                           at<void>(dx), at<void>(dw), wants_dx != 0, wants_dw != 0,  c.type()};
+  PyObject* columns;
+  std::vector<std::array<long long, 5>> each;
+  if (!c.parse(args, "column_backward", "LiiO", {&dx, &wants_dx, &wants_dw, &columns})) return nullptr;
+  if (!parse_each<5>(columns, &each)) return nullptr;
+  ColumnBackward operation{c.rows(), c.k, at<void>(c.x), at<void>(dx), {}, wants_dx != 0, wants_dw != 0, c.type()};
+  for (auto [n, w, leading, dpre, dw] : each) {
+    operation.columns.push_back({at<void>(dpre), {at<void>(w), leading}, n, at<void>(dw)});
+  }
   return run("column_backward", column_backward, c, operation);
 }
 
@@ -282,7 +312,7 @@ PyObject* run_matmul_all_gather(PyObject*, PyObject* args) {
   long long y, bias, pre;
   int activation;
   if (!c.parse(args, "matmul_all_gather", "LiLL", {&y, &activation, &bias, &pre})) return nullptr;
-  Rows features{c.n, 1, c.owner().size};
+  Rows features{c.n, 1, 1, c.owner().size};
   MatmulAllGather operation{features,
                             c.rows().total(),
                             c.k,
@@ -309,15 +339,21 @@ PyMethodDef methods[] = {
      "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},
     {"group_timeout", group_timeout, METH_VARARGS,
      "group_timeout(group, seconds): after which an operation that has begun and not ended is given up."},
+    {"group_deterministic", group_deterministic, METH_VARARGS,
+     "group_deterministic(group, wanted): whether every tier gives the same bits from now on. On all ranks."},
     {"group_disconnect", group_disconnect, METH_VARARGS,
      "group_disconnect(group): before any rank allocates anew; no operation may be under way on any of them."},
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},
     {"all_gather_matmul", run_all_gather_matmul, METH_VARARGS,
-     "all_gather_matmul(" CALL_NAMES "y, activation, bias, pre); see operations.h."},
+     "all_gather_matmul(" CALL_NAMES
+     "columns), each n, w, w_leading, y, activation, bias, pre, in place of those before; "
+     "see operations.h."},
     {"matmul_reduce_scatter", run_matmul_reduce_scatter, METH_VARARGS,
      "matmul_reduce_scatter(" CALL_NAMES "y, bias); see operations.h."},
     {"column_backward", run_column_backward, METH_VARARGS,
-     "column_backward(" CALL_NAMES "dpre, dx, dw, wants_dx, wants_dw); see operations.h."},
+     "column_backward(" CALL_NAMES
+     "dx, wants_dx, wants_dw, columns), each n, w, w_leading, dpre, dw, in place of those "
+     "before; see operations.h."},
     {"row_backward", run_row_backward, METH_VARARGS,
      "row_backward(" CALL_NAMES "dy, dx, dw, wants_dx, wants_dw); see operations.h."},
     {"matmul_all_reduce", run_matmul_all_reduce, METH_VARARGS,

@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstdint>
+#include <vector>
 
 #include "group.h"
 #include "transfers.h"
@@ -19,16 +20,21 @@ struct Weight {
   Matrix backward() const { return {const_cast<void*>(data), leading}; }
 };
 
-// y [total, n] = activation(x @ w.T + bias), x [total, k] all ranks' rows joined, of which this one gives its own.
-struct AllGatherMatmul {
-  Rows rows;
-  int64_t k, n;
-  const void* x;  // contiguous [own rows, k]
-  Weight w;
+// For each of the layers that share an input: y [total, n] = activation(x @ w.T + bias), x [total, k] all ranks' rows
+// joined, of which this one gives its own.
+struct Column {
+  Weight w;  // [n, k]
+  int64_t n;
   void* y;  // contiguous
   Activation activation;
   const void* bias;  // or null
   void* pre;         // with gelu, or null: contiguous [total, n]
+};
+struct AllGatherMatmul {
+  Rows rows;
+  int64_t k;
+  const void* x;  // contiguous [own rows, k]
+  std::vector<Column> columns;
   Type type;
 };
 void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& operation, Workspace workspace,
@@ -48,17 +54,21 @@ struct MatmulReduceScatter {
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& operation, Workspace workspace,
                            cudaStream_t stream);
 
-// The backward pass of `all_gather_matmul` below its activation. From dpre [total, n]: dx [own rows, k], this rank's
-// rows of the sum over the ranks of dpre @ w; and dw [n, k] = dpre.T @ x. x is gathered again beside the first matmul,
-// and the second one hides the exchange of the first one's parts.
+// The backward pass of `all_gather_matmul` below its activations. From each dpre [total, n]: dx [own rows, k], this
+// rank's rows of the sum over the ranks and layers of dpre @ w; and dw [n, k] = dpre.T @ x. x is gathered again beside
+// the first matmuls, and the last ones hide the exchange of the first ones' parts.
+struct ColumnGradient {
+  const void* dpre;  // contiguous
+  Weight w;          // [n, k]
+  int64_t n;
+  void* dw;  // contiguous
+};
 struct ColumnBackward {
   Rows rows;
-  int64_t k, n;
-  const void* dpre;         // contiguous
-  const void* x;            // contiguous [own rows, k]
-  Weight w;                 // [n, k]
-  void* dx;                 // contiguous
-  void* dw;                 // contiguous
+  int64_t k;
+  const void* x;  // contiguous [own rows, k]
+  void* dx;       // contiguous
+  std::vector<ColumnGradient> columns;
   bool wants_dx, wants_dw;  // the same on every rank, of which some may have no rows of them
   Type type;
 };

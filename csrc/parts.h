@@ -4,54 +4,69 @@
 
 namespace tpfused {
 
-// x [all rows, k] @ w, each rank's rows of it sent to their owner: the peers' parts one after the other on the lane
-// that the GPU starts first, and this rank's own on the caller's, to fill the gaps.
+// x [all rows, k] @ w, each rank's rows of it together and sent to their owner: the peers' parts one after the other on
+// the lane beside the caller's, then this rank's own on the caller's. At the same time on both, whichever matmul starts
+// first takes the multiprocessors, for all of its tiles, and a peer's part may come late.
 class Parts {
  public:
-  Parts(Group& group, Tier tier, Tiles& tiles, Rows rows, const void* x, Matrix w, int64_t k, int64_t n,
-        Workspace& workspace)
+  // x @ w is the sum of these.
+  struct Term {
+    const void* x;
+    Matrix w;
+    int64_t k;
+  };
+
+  Parts(Group& group, Tier tier, Tiles& tiles, Rows rows, std::vector<Term> terms, int64_t n, Workspace& workspace)
       : group_(group),
         tiles_(tiles),
         rows_(rows),
-        x_(static_cast<const char*>(x)),
-        w_(w),
-        k_(k),
+        terms_(std::move(terms)),
         n_(n),
         staged_(workspace.take(tiles.bytes(rows.total() * n))),
-        scatter_(start_scatter(group, tier, rows, tiles.bytes(n), workspace)) {
-    // The caller's lane waits for this point of the other, so that the first part is started before the own one.
-    tiles.join(Tiles::caller, Tiles::beside);
+        scatter_(start_scatter(group, tier, rows.by_rank(), tiles.bytes(n), workspace)) {
     for (int step = 1; step < group.size; ++step) {
       int owner = (group.rank + step) % group.size;
-      Product product = product_of(rows.first(owner), rows.count(owner));
-      if (step > 1) product.spared = scatter_->processors();
-      tiles.multiply(Tiles::beside, product);
-      scatter_->send(owner, static_cast<const char*>(product.y.data), tiles.stream(Tiles::beside));
+      multiply(Tiles::beside, owner, step > 1 ? scatter_->processors() : 0);
+      scatter_->send(owner, part(owner), tiles.stream(Tiles::beside));
     }
+    tiles.join(Tiles::caller, Tiles::beside);
   }
 
-  // This rank's own part of `count` of its rows from the `from`th, to where `own` says.
-  Product own_product(int64_t from, int64_t count) {
-    Product product = product_of(rows_.first(group_.rank) + from, count);
+  // This rank's own part, on the caller's lane.
+  void multiply_own() { multiply(Tiles::caller, group_.rank, scatter_->processors()); }
+  // One term's product for the own rows.
+  Product own_product(const Term& term) const {
+    Product product = product_of(term, group_.rank);
     product.spared = scatter_->processors();
     return product;
   }
-  const char* own() const { return staged_ + tiles_.bytes(rows_.first(group_.rank) * n_); }
+  const char* own() const { return part(group_.rank); }
 
   Scatter& scatter() { return *scatter_; }
 
  private:
-  Product product_of(int64_t first, int64_t count) {
-    return {
-        matrix(x_ + tiles_.bytes(first * k_), k_), w_, matrix(staged_ + tiles_.bytes(first * n_), n_), count, n_, k_};
+  char* part(int owner) const { return staged_ + tiles_.bytes(rows_.by_rank().first(owner) * n_); }
+
+  Product product_of(const Term& term, int owner) const {
+    auto x = static_cast<const char*>(term.x) + tiles_.bytes(rows_.first(owner) * term.k);
+    const int64_t count = rows_.count(owner);
+    return {matrices(x, term.k, rows_.all()), term.w, matrices(part(owner), n_, count), count, n_, term.k, rows_.batch};
+  }
+
+  void multiply(Tiles::Lane lane, int owner, int spared) {
+    for (const Term& term : terms_) {
+      Product product = product_of(term, owner);
+      product.spared = spared;
+      if (&term != &terms_.front()) product.add = product.y.data;
+      tiles_.multiply(lane, product);
+    }
   }
 
   Group& group_;
   Tiles& tiles_;
   Rows rows_;
-  const char* x_;
-  Matrix w_;
-  int64_t k_, n_;
+  std::vector<Term> terms_;
+  int64_t n_;
   char* staged_;
   std::unique_ptr<Scatter> scatter_;
 };

@@ -1,9 +1,7 @@
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <algorithm>
 
 #include "check.h"
+#include "numbers.h"
 #include "reduce.h"
 
 namespace tpfused {
@@ -13,36 +11,18 @@ struct Parts {
   const void* at[most_parts];
 };
 
-__device__ float to_float(float x) { return x; }
-__device__ float to_float(__half x) { return __half2float(x); }
-__device__ float to_float(__nv_bfloat16 x) { return __bfloat162float(x); }
-__device__ void round_to(float x, float* y) { *y = x; }
-__device__ void round_to(float x, __half* y) { *y = __float2half_rn(x); }
-__device__ void round_to(float x, __nv_bfloat16* y) { *y = __float2bfloat16_rn(x); }
-
 // Floor: `count` reads and one write. `Width` entries a thread, 16 bytes where everything is aligned to them.
 template <typename T, int Width>
 __global__ void add_parts_kernel(T* y, Parts parts, int count, const T* bias, int64_t entries, int64_t n) {
-  struct alignas(sizeof(T) * Width) Vector {
-    T at[Width];
-  };
+  using Vector = Vector<T, Width>;
   for (int64_t i = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * Width; i < entries;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x * Width) {
     float sum[Width] = {};
     for (int part = 0; part < count; ++part) {
-      Vector v = *reinterpret_cast<const Vector*>(static_cast<const T*>(parts.at[part]) + i);
-#pragma unroll
-      for (int j = 0; j < Width; ++j) sum[j] += to_float(v.at[j]);
+      reinterpret_cast<const Vector*>(static_cast<const T*>(parts.at[part]) + i)->add_to(sum);
     }
-    if (bias) {
-      Vector v = *reinterpret_cast<const Vector*>(bias + i % n);
-#pragma unroll
-      for (int j = 0; j < Width; ++j) sum[j] += to_float(v.at[j]);
-    }
-    Vector out;
-#pragma unroll
-    for (int j = 0; j < Width; ++j) round_to(sum[j], &out.at[j]);
-    *reinterpret_cast<Vector*>(y + i) = out;
+    if (bias) reinterpret_cast<const Vector*>(bias + i % n)->add_to(sum);
+    *reinterpret_cast<Vector*>(y + i) = Vector::rounded(sum);
   }
 }
 

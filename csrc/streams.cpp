@@ -42,11 +42,13 @@ cudaEvent_t event_of_current_device() {
 
 }  // namespace
 
-void follow(cudaStream_t later, cudaStream_t earlier) {
+void follow(std::initializer_list<cudaStream_t> later, cudaStream_t earlier) {
   cudaEvent_t event = event_of_current_device();
   check(cudaEventRecord(event, earlier), "cudaEventRecord");
-  check(cudaStreamWaitEvent(later, event, 0), "cudaStreamWaitEvent");
+  for (cudaStream_t stream : later) check(cudaStreamWaitEvent(stream, event, 0), "cudaStreamWaitEvent");
 }
+
+void follow(cudaStream_t later, cudaStream_t earlier) { follow({later}, earlier); }
 
 void MemoryOperations::wait(const uint32_t* word, uint32_t value) {
   CUstreamBatchMemOpParams operation;

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <vector>
 
 namespace tpfused {
@@ -12,6 +13,7 @@ namespace tpfused {
 
 // Whatever is enqueued on `later` from now on runs after what is on `earlier` now.
 void follow(cudaStream_t later, cudaStream_t earlier);
+void follow(std::initializer_list<cudaStream_t> later, cudaStream_t earlier);
 
 // Stream memory operations, gathered and enqueued as one call. A wait holds no multiprocessor.
 class MemoryOperations {

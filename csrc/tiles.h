@@ -5,19 +5,30 @@
 namespace tpfused {
 
 // The matmuls of one operation, on the caller's stream and on one beside it, whose blocks the GPU starts first. What is
-// on both fills the multiprocessors that a matmul's last wave leaves idle.
+// on both fills the multiprocessors that a matmul's last wave leaves idle. The group's streams follow the caller's
+// here.
 class Tiles {
  public:
   enum Lane { caller = 0, beside = 1 };
 
-  Tiles(Group& group, Type type, Workspace& workspace, cudaStream_t stream)
-      : type_(type), matmul_(group.matmul(type)), streams_{stream, group.beside} {
+  // `rows`: of the operation's matrices, of which its products have some or all.
+  Tiles(Group& group, Type type, int64_t rows, Workspace& workspace, cudaStream_t stream)
+      : type_(type), rows_(rows), group_(group), matmul_(group.matmul(type)), streams_{stream, group.beside} {
+    if (group.begun().count) tick(group.begun(), stream);
     for (char*& own : workspaces_) own = workspace.take(workspace_bytes);
-    follow(group.beside, stream);
+    follow({group.beside, group.transfers}, stream);
+  }
+
+  // All is enqueued, and the caller's stream follows it.
+  void end() {
+    if (group_.ended().count) tick(group_.ended(), streams_[caller]);
   }
 
   cudaStream_t stream(Lane lane) const { return streams_[lane]; }
-  void multiply(Lane lane, const Product& product) { matmul_.run(product, streams_[lane], workspaces_[lane]); }
+  void multiply(Lane lane, Product product) {
+    if (group_.deterministic && !product.a.transposed) product.rows_of_all = rows_;
+    matmul_.run(product, streams_[lane], workspaces_[lane]);
+  }
   // Whatever comes on one lane from now on follows what is on the other now.
   void join(Lane later, Lane earlier) { follow(streams_[later], streams_[earlier]); }
 
@@ -25,6 +36,8 @@ class Tiles {
 
  private:
   Type type_;
+  int64_t rows_;
+  Group& group_;
   Matmul& matmul_;
   cudaStream_t streams_[2];
   char* workspaces_[2];
@@ -32,6 +45,11 @@ class Tiles {
 
 inline Matrix matrix(const void* data, int64_t leading, bool transposed = false) {
   return {const_cast<void*>(data), leading, transposed};
+}
+
+// A batch of matrices of contiguous rows, of which there are `rows` from one to the next.
+inline Matrix matrices(const void* data, int64_t leading, int64_t rows) {
+  return {const_cast<void*>(data), leading, false, rows * leading};
 }
 
 }  // namespace tpfused

@@ -9,6 +9,15 @@ void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
   if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
 }
 
+// A rank's rows, which lie together in `x`, to their places among all.
+void copy_among(char* all, const void* x, Rows rows, int rank, int64_t row_bytes, cudaStream_t stream) {
+  const int64_t bytes = rows.count(rank) * row_bytes;
+  if (bytes == 0 || rows.batch == 0) return;
+  check(cudaMemcpy2DAsync(all + rows.first(rank) * row_bytes, rows.all() * row_bytes, x, bytes, bytes, rows.batch,
+                          cudaMemcpyDeviceToDevice, stream),
+        "cudaMemcpy2DAsync");
+}
+
 // What a gather and a scatter of one tier have in common.
 template <typename Interface>
 class ByCopies : public Interface {
@@ -38,7 +47,7 @@ class ByNccl : public Interface {
   ByNccl(Group& group, Rows rows, int64_t row_bytes, char* memory)
       : group_(group), rows_(rows), row_bytes_(row_bytes), memory_(memory) {}
 
-  int processors() const override { return group_.nccl_processors; }
+  int processors() const override { return group_.spared(); }
   void finish(cudaStream_t stream) override { follow(stream, group_.transfers); }
 
  protected:
@@ -61,19 +70,16 @@ class ByNccl : public Interface {
 
 class CopyGather : public ByCopies<Gather> {
  public:
-  CopyGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, cudaStream_t stream)
-      : ByCopies(group, rows, row_bytes) {
+  CopyGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole) : ByCopies(group, rows, row_bytes) {
     const int rank = group.rank, size = group.size;
-    const int64_t first = rows.first(rank) * row_bytes, bytes = rows.count(rank) * row_bytes;
-    follow(group.transfers, stream);
     group.wait_until_emptied(use_);
     for (int step = 1; step < size; ++step) {
       int peer = (rank - step + size) % size;
-      copy(slot(peer) + first, x, bytes, group.transfers);
+      copy_among(slot(peer), x, rows, rank, row_bytes, group.transfers);
       group.tell_arrived(use_, peer, group.transfers);  // a rank without rows says so too
     }
     if (whole) {
-      copy(slot(rank) + first, x, bytes, group.transfers);
+      copy_among(slot(rank), x, rows, rank, row_bytes, group.transfers);
       group.mark(rank, group.transfers);
     }
   }
@@ -116,31 +122,34 @@ class CopyScatter : public ByCopies<Scatter> {
 
 class NcclGather : public ByNccl<Gather> {
  public:
-  NcclGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, char* memory, cudaStream_t stream)
+  NcclGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, char* memory)
       : ByNccl(group, rows, row_bytes, memory) {
     const int rank = group.rank, size = group.size;
-    const int64_t bytes = rows.count(rank) * row_bytes;
-    follow(group.transfers, stream);
     for (int step = 1; step < size; ++step) {
       int to = (rank - step + size) % size, from = (rank + step) % size;
-      send_and_receive(x, bytes, to, at(from), rows.count(from) * row_bytes, from);
+      const int64_t sent = rows.count(rank) * row_bytes, received = rows.count(from) * row_bytes;
+      check(ncclGroupStart(), "ncclGroupStart");
+      for (int64_t each = 0; each < rows.batch; ++each) {
+        send_and_receive(static_cast<const char*>(x) + each * sent, sent, to, at(from, each), received, from);
+      }
+      check(ncclGroupEnd(), "ncclGroupEnd");
       group.mark(from, group.transfers);
     }
     if (whole) {
-      copy(at(rank), x, bytes, group.transfers);
+      copy_among(memory, x, rows, rank, row_bytes, group.transfers);
       group.mark(rank, group.transfers);
     }
   }
 
   const char* arrive(int owner, cudaStream_t stream) override {
     group_.wait_for_mark(owner, stream);
-    return at(owner);
+    return at(owner, 0);
   }
 
   const char* all() const override { return memory_; }
 
  private:
-  char* at(int owner) const { return memory_ + rows_.first(owner) * row_bytes_; }
+  char* at(int owner, int64_t each) const { return memory_ + (each * rows_.all() + rows_.first(owner)) * row_bytes_; }
 };
 
 // As many bytes as NCCL's own reduce-scatter, and the parts are added in the ranks' order.
@@ -169,10 +178,10 @@ class NcclScatter : public ByNccl<Scatter> {
 }  // namespace
 
 std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t row_bytes, const void* x, bool whole,
-                                     Workspace& workspace, cudaStream_t stream) {
-  if (tier == Tier::p2p) return std::make_unique<CopyGather>(group, rows, row_bytes, x, whole, stream);
+                                     Workspace& workspace) {
+  if (tier == Tier::p2p) return std::make_unique<CopyGather>(group, rows, row_bytes, x, whole);
   char* all = workspace.take(rows.total() * row_bytes);
-  return std::make_unique<NcclGather>(group, rows, row_bytes, x, whole, all, stream);
+  return std::make_unique<NcclGather>(group, rows, row_bytes, x, whole, all);
 }
 
 std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace) {

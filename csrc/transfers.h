@@ -31,7 +31,7 @@ class Workspace {
 class Transfer {
  public:
   virtual ~Transfer() = default;
-  // How many multiprocessors it takes.
+  // How many multiprocessors a matmul beside it should leave to it.
   virtual int processors() const = 0;
   // After the last use on `stream` of what has arrived; `stream` also waits until all has left.
   virtual void finish(cudaStream_t stream) = 0;
@@ -40,18 +40,17 @@ class Transfer {
 // Every rank's rows on their way here. Peers arrive in the order rank + 1, rank + 2, ...
 class Gather : public Transfer {
  public:
-  // Makes `stream` wait for the rows of `owner` (this rank only if `whole`) -> where they lie, one rank's after
-  // another's.
+  // Makes `stream` wait for the rows of `owner` (this rank only if `whole`) -> where they lie, among all.
   virtual const char* arrive(int owner, cudaStream_t stream) = 0;
   // All rows, when all have arrived.
   virtual const char* all() const = 0;
 };
 
-// Starts it, after what is on `stream`. `x`: this rank's rows; `whole`: they are needed among the others too.
+// Starts it on the group's stream. `x`: this rank's rows; `whole`: they are needed among the others too.
 std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t row_bytes, const void* x, bool whole,
-                                     Workspace& workspace, cudaStream_t stream);
+                                     Workspace& workspace);
 
-// Each rank's part of every rank's rows, on its way to their owner.
+// Each rank's part of every rank's rows, on its way to their owner: rows that lie together (`Rows::by_rank`).
 class Scatter : public Transfer {
  public:
   // Sends the part of the rows of `owner`, after what is on `stream`. All peers, in the order rank + 1, rank + 2, ...

@@ -9,8 +9,8 @@ constexpr auto pause = std::chrono::milliseconds(100);
 
 }  // namespace
 
-Watchdog::Watchdog(int device, Expired expired)
-    : device_(device), expired_(std::move(expired)), thread_([this] { watch(); }) {}
+Watchdog::Watchdog(int device, const Replays* replays, Expired expired)
+    : device_(device), replays_(replays), expired_(std::move(expired)), thread_([this] { watch(); }) {}
 
 Watchdog::~Watchdog() {
   {
@@ -63,12 +63,41 @@ void Watchdog::end(cudaStream_t stream) {
   if (first) wake_.notify_all();  // else it looks every now and then
 }
 
+void Watchdog::watch_replays(const char* operation) {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (captured_.find(operation) == std::string::npos)
+    captured_ += (captured_.empty() ? "" : " or ") + std::string(operation);
+  wake_.notify_all();
+}
+
+bool Watchdog::replays_expired(Clock::time_point now) {
+  uint32_t ended = replays_->ended + replays_->small_ended, begun = replays_->begun + replays_->small_begun;
+  if (begun == ended || ended != replays_ended_) {
+    replays_ended_ = ended;
+    replays_since_ = now;
+  }
+  return std::chrono::duration<double>(now - replays_since_).count() > timeout_seconds;
+}
+
 void Watchdog::watch() {
   cudaSetDevice(device_);
+  auto mode = cudaStreamCaptureModeRelaxed;  // another thread's capture is not disturbed
+  cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock<std::mutex> lock(mutex_);
   while (!stopping_) {
+    auto now = Clock::now();
+    if (!captured_.empty() && replays_expired(now)) {
+      std::string operation = "a replayed " + captured_;
+      lock.unlock();
+      expired_(operation, timeout_seconds);
+      return;
+    }
     if (watched_.empty()) {
-      wake_.wait(lock);
+      if (captured_.empty()) {
+        wake_.wait(lock);
+      } else {
+        wake_.wait_for(lock, pause);
+      }
       continue;
     }
     // Operations of one group rarely overlap, so the oldest is the one that others wait for.
@@ -79,7 +108,6 @@ void Watchdog::watch() {
       watched_.pop_front();
       continue;
     }
-    auto now = Clock::now();
     if (!oldest.running && cudaEventQuery(oldest.begun) == cudaSuccess) {
       oldest.running = true;
       oldest.since = now;

@@ -12,6 +12,8 @@
 #include <thread>
 #include <vector>
 
+#include "signals.h"
+
 namespace tpfused {
 
 // Watches operations from a thread of its own: a stream that waits for a peer has no time-out. One that does not end
@@ -20,12 +22,14 @@ class Watchdog {
  public:
   using Expired = std::function<void(const std::string& operation, double seconds)>;
 
-  Watchdog(int device, Expired expired);
+  Watchdog(int device, const Replays* replays, Expired expired);
   ~Watchdog();
 
   // Around an operation that is enqueued on `stream`. Time counts from when the GPU has come to its beginning.
   void begin(const char* operation, cudaStream_t stream);
   void end(cudaStream_t stream);
+  // `operation` is captured: from now on, that replays end is watched too.
+  void watch_replays(const char* operation);
 
   std::atomic<double> timeout_seconds{600};
 
@@ -40,11 +44,17 @@ class Watchdog {
   void watch();
   cudaEvent_t new_event();
 
+  bool replays_expired(Clock::time_point now);
+
   const int device_;
+  const Replays* const replays_;
   const Expired expired_;
   std::mutex mutex_;
   std::condition_variable wake_;
   bool stopping_ = false;
+  std::string captured_;  // the operations' names
+  uint32_t replays_ended_ = 0;
+  Clock::time_point replays_since_;  // when that many had ended, or none was under way
   std::deque<Watched> watched_;
   Watched next_;
   std::vector<cudaEvent_t> spare_;

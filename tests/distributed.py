@@ -58,6 +58,12 @@ class Context:
         """The process group of the same block."""
         return self.mesh(size).get_group()
 
+    def rejoin(self, folder: str):
+        """Leaves the process group and makes a new one of the same ranks, who all give the same new `folder`."""
+        dist.destroy_process_group()
+        self._meshes.clear()
+        _join(self, folder)
+
 
 class Workers:
     """`world` processes in one process group: gloo on "cpu", NCCL with a GPU each on "cuda".

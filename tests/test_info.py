@@ -9,6 +9,7 @@ import torch
 
 import tpfused
 from tpfused.cli import info, main
+from tpfused.overlap import saved
 
 # Underlined as nvidia-smi prints it; the host's third GPU hangs on PCIe.
 TOPOLOGY = (
@@ -156,6 +157,43 @@ def test_extension_built(compiled):
     assert (found["nccl_compiled"], found["nccl_loaded"]) == ("2.30.7", "2.28.9")
     assert found["runs_on_gpus"][0] == "9.0"
     assert "no kernel image" in found["runs_on_gpus"][1]
+
+
+@pytest.fixture
+def choices(monkeypatch, tmp_path):
+    """An empty cache folder, and no tier forced."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("TPFUSED_TIER", raising=False)
+    return tmp_path / "tpfused" / "choices.json"
+
+
+def test_choices(choices, monkeypatch, capsys):
+    found = info.collect()
+    assert found["choices"] == {"kept_in": str(choices), "measured": {}, "forced_tier": None}
+    assert f"  kept in: {choices}\n  none yet\n\n" in info.render(found)
+    for place, case in (("2 x GPU", "a"), ("2 x GPU", "b"), ("4 x GPU", "a")):
+        saved.save(place, case, {"p2p": 1.0, "reference": 2.0})
+    monkeypatch.setenv("TPFUSED_TIER", "nccl")
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["choices"]["measured"] == {"2 x GPU": 2, "4 x GPU": 1}
+    assert found["choices"]["forced_tier"] == "nccl"
+    assert "  2 on 2 x GPU\n  1 on 4 x GPU\n  forced tier: nccl (TPFUSED_TIER)\n\n" in info.render(found)
+
+
+def test_clear_choices(choices, monkeypatch, capsys):
+    saved.save("2 x GPU", "a", {"p2p": 1.0, "reference": 2.0})
+    assert main(["info", "--clear-choices"]) == 0
+    assert capsys.readouterr().out == f"measured choices deleted: 1 ({choices})\n" and not choices.exists()
+    assert main(["info", "--clear-choices"]) == 0
+    assert capsys.readouterr().out == f"measured choices deleted: 0 ({choices})\n"
+
+    def clear():
+        raise PermissionError("it is not yours")
+
+    monkeypatch.setattr(saved, "clear", clear)
+    assert main(["info", "--clear-choices"]) == 2
+    assert capsys.readouterr().err == "tpfused info: --clear-choices: it is not yours\n"
 
 
 @pytest.mark.gpu

@@ -32,6 +32,12 @@ def test_type_checkers_see_the_same_names():
     assert seen == tpfused._HOME
 
 
+def test_an_operation_is_not_its_module():
+    code = "import tpfused.overlap.NAME; from tpfused import NAME; import tpfused.overlap.NAME; print(tpfused.NAME)"
+    for name in ("all_gather_matmul", "matmul_all_gather", "matmul_reduce_scatter", "matmul_all_reduce", "explain"):
+        assert run_python(code.replace("NAME", name)).startswith(f"<function {name} ")
+
+
 def test_unknown_name():
     with pytest.raises(AttributeError, match="no attribute 'NoSuchLayer'"):
         _ = tpfused.NoSuchLayer

@@ -19,6 +19,14 @@ if TYPE_CHECKING:
     from tpfused.layers.transformer import ParallelTransformer as ParallelTransformer
     from tpfused.layers.transformer import ParallelTransformerBlock as ParallelTransformerBlock
     from tpfused.layers.transformer import TransformerConfig as TransformerConfig
+    from tpfused.overlap.all_gather_matmul import all_gather_matmul as all_gather_matmul
+    from tpfused.overlap.explain import explain as explain
+    from tpfused.overlap.matmul_all_gather import column_matmul as column_matmul
+    from tpfused.overlap.matmul_all_gather import matmul_all_gather as matmul_all_gather
+    from tpfused.overlap.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
+    from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
+    from tpfused.overlap.tiers import deterministic as deterministic
+    from tpfused.overlap.tiers import tier as tier
     from tpfused.random import rank_rng as rank_rng
 
 # Name -> the module that defines it. (The imports above say the same to type checkers, which run no code.)
@@ -32,10 +40,18 @@ _HOME = {
     "RowParallelLinear": "tpfused.layers.linear",
     "TransformerConfig": "tpfused.layers.transformer",
     "VocabParallelEmbedding": "tpfused.layers.embedding",
+    "all_gather_matmul": "tpfused.overlap.all_gather_matmul",
     "clip_grad_norm_": "tpfused.grad_norm",
+    "column_matmul": "tpfused.overlap.matmul_all_gather",
+    "deterministic": "tpfused.overlap.tiers",
+    "explain": "tpfused.overlap.explain",
     "full_state_dict": "tpfused.checkpoint",
     "load_full_state_dict": "tpfused.checkpoint",
+    "matmul_all_gather": "tpfused.overlap.matmul_all_gather",
+    "matmul_all_reduce": "tpfused.overlap.matmul_all_reduce",
+    "matmul_reduce_scatter": "tpfused.overlap.matmul_reduce_scatter",
     "rank_rng": "tpfused.random",
+    "tier": "tpfused.overlap.tiers",
     "vocab_parallel_cross_entropy": "tpfused.layers.loss",
 }
 

@@ -208,7 +208,7 @@ def reduce_loss(loss: Tensor, target: Tensor, ignore_index: int, reduction: str)
 def autocast_dtype(x: Tensor) -> torch.dtype | None:
     """What autocast makes of a matmul's input on `x`'s device; None where it is off, or not to be had (meta)."""
     device = x.device.type
-    if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
+    if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
     return None
 

@@ -1,5 +1,7 @@
 """The overlapped operations against the dense layer: every tier, dtype, activation and way to split the tokens."""
 
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from itertools import product
 
 import pytest
@@ -7,8 +9,10 @@ import torch
 import torch.nn.functional as F
 
 from tests.compare import Block, compare, refuses
+from tests.overlap.extension import stand_in
 from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
+from tpfused.overlap.explain import explain
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
@@ -16,21 +20,51 @@ from tpfused.overlap.tiers import tier
 from tpfused.reference import activate
 
 # Tokens, batch, in and out features. Uneven ones; 2 and 1 tokens, and 3 features on four ranks, leave some with none.
-CPU_SIZES = [(8, 2, 6, 8), (5, 1, 7, 10), (2, 3, 5, 3), (1, 1, 4, 1)]
+# Of 32 features each rank has a multiple of 8, which the matmul itself can give a GELU.
+CPU_SIZES = [(8, 2, 6, 8), (5, 1, 7, 10), (2, 3, 5, 3), (1, 1, 4, 1), (3, 2, 4, 32)]
 GPU_SIZES = [(512, 1, 256, 512), (300, 2, 264, 1000), (7, 3, 130, 66), (1, 1, 64, 3), (2048, 1, 1024, 2048)]
+
+SHAPE, K, N = (7, 5), 6, 10  # x is [7, 5, 6]: either of its first dimensions may be the tokens
+# Operation, the dimensions along which x, weight and bias are split, options.
+CASES = [
+    (all_gather_matmul, (0, 0, 0), {"activation": "gelu_tanh", "total_len": SHAPE[0]}),
+    (all_gather_matmul, (1, 0, 0), {"activation": "relu", "total_len": SHAPE[1], "sequence_dim": 1}),
+    (all_gather_matmul, (0, 0, 0), {"total_len": SHAPE[0], "out_features": N}),
+    (matmul_reduce_scatter, (-1, 1, None), {"in_features": K}),
+    (matmul_reduce_scatter, (-1, 1, None), {"sequence_dim": 1}),
+    (matmul_all_reduce, (-1, 1, None), {}),
+    (column_matmul, (None, 0, 0), {"activation": "silu"}),
+    (matmul_all_gather, (None, 0, 0), {"activation": "gelu", "out_features": N}),
+    (matmul_all_gather, (None, 0, 0), {"activation": "relu", "out_features": N}),
+]
 
 
 def tiers_and_dtypes(ctx):
     if ctx.device.type == "cpu":
-        return [("reference", torch.float64)]
+        return [("p2p", torch.float16), ("nccl", torch.float32), ("reference", torch.float64)]
     dtypes = torch.bfloat16, torch.float16, torch.float32
     return [*product(("p2p", "nccl"), dtypes), ("reference", torch.float64)]
+
+
+@contextmanager
+def forced(ctx, tp, name):
+    """Operations run by this tier, on a CPU by a stand-in for the extension."""
+    name = name if tp > 1 else "reference"
+    with tier(name), stand_in() if ctx.device.type == "cpu" and name != "reference" else nullcontext():
+        yield
 
 
 def sizes(ctx, tp):
     if tp == 1:
         return CPU_SIZES[:2]
     return CPU_SIZES + (GPU_SIZES if ctx.device.type == "cuda" else [])
+
+
+def draw(block, splits, dtype):
+    """This rank's x, weight and bias."""
+    whole = block.randn(*SHAPE, K, dtype=dtype), block.randn(N, K, dtype=dtype), block.randn(N, dtype=dtype)
+    parts = [block.own(tensor, dim).clone() for tensor, dim in zip(whole, splits, strict=True)]
+    return dict(zip(("x", "weight", "bias"), parts, strict=True))
 
 
 def poison(ctx, like):
@@ -58,7 +92,7 @@ def check_all_gather_matmul(ctx, tp, seed):
                 mine["bias"] = block.own(bias, 0)
             mine = {key: value.detach().clone().requires_grad_() for key, value in mine.items()}
             poison(ctx, grad)
-            with tier(name if tp > 1 else "reference"):
+            with forced(ctx, tp, name):
                 out = all_gather_matmul(
                     *mine.values(), activation=activation, sequence_dim=dim, total_len=tokens, **block.place
                 )
@@ -75,6 +109,45 @@ def check_all_gather_matmul(ctx, tp, seed):
             check(block, actual, dense, inputs, grad, parts, what)
 
 
+def check_several_weights(ctx, tp, seed):
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    for (name, dtype), activation in product(tiers_and_dtypes(ctx), (None, "gelu_tanh", "relu")):
+        several_weights_case(ctx, block, name, dtype, activation, 0, True)
+        several_weights_case(ctx, block, name, dtype, activation, 1, False)
+
+
+def several_weights_case(ctx, block, name, dtype, activation, dim, with_bias):
+    features = 32, 3, 64  # the last rank may have none of the second
+    count = range(len(features))
+    inputs = {"x": block.randn(5, 3, 12, dtype=dtype)}
+    inputs |= {f"weight{i}": block.randn(features[i], 12, dtype=dtype) * 0.3 for i in count}
+    if with_bias:
+        inputs |= {f"bias{i}": block.randn(features[i], dtype=dtype) for i in count}
+    grad = block.randn(5, 3, sum(features), dtype=dtype)
+
+    def part(key, whole):
+        if key == "out":
+            return torch.cat([block.own(y, -1) for y in whole.split(features, -1)], -1)
+        return block.own(whole, dim if key == "x" else 0)
+
+    def lists(values):
+        return [values[f"weight{i}"] for i in count], [values[f"bias{i}"] for i in count] if with_bias else None
+
+    def dense(x, **values):
+        weights, biases = lists(values)
+        pairs = zip(weights, biases or [None] * len(weights), strict=True)
+        return torch.cat([activate(F.linear(x, w, b), activation) for w, b in pairs], -1)
+
+    mine = {key: part(key, value).detach().clone().requires_grad_() for key, value in inputs.items()}
+    options = {"sequence_dim": dim, "total_len": inputs["x"].shape[dim], "out_features": features}
+    with forced(ctx, block.tp, name):
+        outs = all_gather_matmul(mine["x"], *lists(mine), activation, **options, **block.place)
+        torch.cat(outs, -1).backward(part("out", grad))
+    actual = {"out": torch.cat(outs, -1).detach()} | {key: value.grad for key, value in mine.items()}
+    compare(actual, dense, inputs, grad, part, f"{name} {dtype} {activation} dim {dim}", chain=True)
+
+
 def check_matmul_reduce_scatter(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
@@ -86,7 +159,7 @@ def check_matmul_reduce_scatter(ctx, tp, seed):
             mine = {"x": block.own(x, -1), "weight": block.own(weight, 1)} | ({"bias": bias} if with_bias else {})
             mine = {key: value.detach().clone().requires_grad_() for key, value in mine.items()}
             poison(ctx, grad)
-            with tier(name if tp > 1 else "reference"):
+            with forced(ctx, tp, name):
                 out = matmul_reduce_scatter(*mine.values(), sequence_dim=dim, **block.place)
                 poison(ctx, grad)
                 out.backward(block.own(grad, dim))
@@ -113,7 +186,7 @@ def check_matmul_all_reduce(ctx, tp, seed):
         mine = {"x": block.own(x, -1), "weight": block.own(weight, 1), "bias": bias}
         mine = {key: value.detach().clone().requires_grad_() for key, value in mine.items()}
         poison(ctx, grad)
-        with tier(name if tp > 1 else "reference"):
+        with forced(ctx, tp, name):
             out = matmul_all_reduce(*mine.values(), **block.place)
             poison(ctx, grad)
             out.backward(grad)
@@ -140,7 +213,7 @@ def check_whole_input(ctx, tp, seed, gather):
             mine = {key: block.own(value, parts[key]).detach().clone() for key, value in inputs.items()}
             mine = {key: value.requires_grad_() for key, value in mine.items()}
             poison(ctx, grad)
-            with tier(name if tp > 1 else "reference"):
+            with forced(ctx, tp, name):
                 if gather:
                     out = matmul_all_gather(*mine.values(), activation=activation, out_features=n, **block.place)
                 else:
@@ -154,6 +227,27 @@ def check_whole_input(ctx, tp, seed, gather):
 
             what = f"{name} {dtype} {tokens, batch, k, n} {activation} gather {gather}"
             check(block, actual, dense, inputs, grad, parts, what)
+
+
+def check_measured(ctx, tp, seed):
+    """Left to itself, an operation tries all tiers, and gives the same with and without gradients."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    for operation, splits, options in CASES:
+        inputs = draw(block, splits, torch.float32)
+        call = partial(operation, *inputs.values(), group=block.group, **options)
+        with tier("reference"):
+            expected = call()
+        with forced(ctx, tp, "measured"):
+            for value in inputs.values():
+                value.requires_grad_()
+            torch.testing.assert_close(call().detach(), expected)
+            with torch.no_grad():
+                torch.testing.assert_close(call(), expected)
+            if tp > 1:
+                made = [row for row in explain() if row.operation == operation.__name__ and "measured" in row.why]
+                assert made and all(row.us.keys() >= {"nccl", "reference"} for row in made), explain()
+                assert not any("failed" in row.why for row in made), explain()
 
 
 def check_refusals(ctx, tp):
@@ -178,12 +272,29 @@ def check_refusals(ctx, tp):
             operation(x, weight, torch.ones(5, device=ctx.device).bfloat16(), **block.place)
     with refuses(TypeError, "float64"):
         matmul_reduce_scatter(x.double(), weight, **block.place)
+    with refuses(ValueError, "out_features 99", (5, 6)):
+        all_gather_matmul(x, [weight, weight], out_features=[5 * tp, 99], **block.place)
+    with refuses(ValueError, "2 weights", "biases", 1):
+        all_gather_matmul(x, [weight, weight], [torch.ones(5, device=ctx.device)], **block.place)
+    with refuses(ValueError, "2 weights", "out_features", 3):
+        all_gather_matmul(x, [weight, weight], out_features=[5, 5, 5], **block.place)
+    with refuses(TypeError, "all_gather_matmul", "str"):
+        all_gather_matmul(x, "weight", **block.place)
+    with refuses(ValueError, "all_gather_matmul", "no weight"):
+        all_gather_matmul(x, [], **block.place)
+    for operation in (matmul_reduce_scatter, matmul_all_reduce):
+        with refuses(ValueError, operation.__name__, "in_features 99", (5, 6)):
+            operation(x, weight, in_features=99, **block.place)
     with pytest.raises(ValueError, match="tier must be one of"), tier("carrier pigeon"):
         pass
 
 
 def test_all_gather_matmul(workers, tp, seed):
     workers.run(check_all_gather_matmul, tp, seed)
+
+
+def test_several_weights(workers, tp, seed):
+    workers.run(check_several_weights, tp, seed)
 
 
 def test_matmul_reduce_scatter(workers, tp, seed):
@@ -197,6 +308,10 @@ def test_matmul_all_reduce(workers, tp, seed):
 @pytest.mark.parametrize("gather", [False, True])
 def test_whole_input(workers, tp, seed, gather):
     workers.run(check_whole_input, tp, seed, gather)
+
+
+def test_all_tiers_are_measured(workers, tp, seed):
+    workers.run(check_measured, tp, seed)
 
 
 def test_refusals(workers, tp):

@@ -1,41 +1,89 @@
-"""A rank that never arrives: an error that names it, in time, and a GPU that goes on."""
+"""A rank that never arrives: an error that names operation and rank, in time, and a GPU and a process that go on."""
 
+import os
+import re
 import time
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 
-from tests.conftest import gpu_world
-from tests.distributed import Workers
+from tests.distributed import WorkerFailure
+from tests.overlap.cases import TOLERANCE, Captured, Case, assert_given_up
 from tpfused.overlap import communicator
-from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.tiers import tier
 
+pytestmark = pytest.mark.gpu
+on_gpus = pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+tiers = pytest.mark.parametrize("name", ["p2p", "nccl"])
 
-def check_missing_rank(ctx, name):
-    x, weight = torch.randn(64, 128, device="cuda"), torch.randn(32, 128, device="cuda")
+
+def some_case(ctx):
+    torch.manual_seed(0)
+    return Case(ctx, "all_gather_matmul", 64, 128, 32 * ctx.world)
+
+
+def finish_together(group):
+    """All that is under way; from now on, what takes 1.5 s is given up."""
+    torch.cuda.synchronize()
+    dist.barrier(group)
     communicator.set_timeout(1.5)
+
+
+def check_missing_rank(ctx, name, replayed):
+    communicator.set_timeout(20)
+    group, case, last = dist.new_group(), some_case(ctx), ctx.world - 1
+    told = f"all_gather_matmul on rank {ctx.rank} of {ctx.world}"
     with tier(name):
-        all_gather_matmul(x, weight)
-        torch.cuda.synchronize()
+        case.run(group)
+        if replayed:
+            operate = partial(Captured([case], name, False, group).replay, case)
+            operate()
+        else:
+            operate = partial(case.run, group)
+            if name == "p2p":
+                told += f".*rank {last}'s rows have not arrived"
+        finish_together(group)
+        if ctx.rank == last:
+            time.sleep(6)  # as if it were busy with something else, or dead
+        else:
+            assert_given_up(told, operate, partial(case.run, group))
+
+        # The processes can go on, with a new group.
+        dist.barrier()
+        dist.destroy_process_group(group)
+        communicator.set_timeout(20)
+        group = dist.new_group()
+        assert case.error(case.run(group, backward=True)).item() <= TOLERANCE
+        dist.destroy_process_group(group)
+
+
+def check_dead_rank(ctx, name):
+    communicator.set_timeout(20)
+    case = some_case(ctx)
+    with tier(name):
+        case.run()
+        finish_together(dist.group.WORLD)
         if ctx.rank == ctx.world - 1:
-            time.sleep(8)  # as if it were busy with something else, or dead
-            return
-        start = time.monotonic()
-        all_gather_matmul(x, weight)
-        torch.cuda.synchronize()
-        assert time.monotonic() - start < 6
-        missing = f"rank {ctx.world - 1}'s rows have not arrived" if name == "p2p" else ""
-        with pytest.raises(RuntimeError, match=f"all_gather_matmul on rank {ctx.rank}.*{missing}"):
-            for _ in range(20):  # the watchdog may need a moment to say so
-                time.sleep(0.1)
-                all_gather_matmul(x, weight)
+            torch.cuda._sleep(10**9)  # half a second, so that it dies in the middle
+            case.run()
+            os._exit(9)
+        assert_given_up(f"all_gather_matmul on rank {ctx.rank} of {ctx.world}", case.run, case.run)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["p2p", "nccl"])
-def test_a_missing_rank_is_named(name):
-    if gpu_world() < 2:
-        pytest.skip("needs two GPUs")
-    with Workers("cuda", gpu_world()) as workers:
-        workers.run(check_missing_rank, name, timeout=60)
+@on_gpus
+@pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
+@tiers
+def test_a_missing_rank_is_named(ranks, name, replayed):
+    ranks.run(check_missing_rank, name, replayed, timeout=60)
+
+
+@on_gpus
+@tiers
+def test_a_dead_rank_leaves_no_other_waiting(ranks, name):
+    died = f"rank {ranks.world - 1} of {ranks.world} died with exit code 9"
+    with pytest.raises(WorkerFailure, match=died) as failure:
+        ranks.run(check_dead_rank, name, timeout=60)
+    # The others got their error, and answered, within the few seconds that the pool then gives them.
+    assert not re.search(r"ranks? [\d, ]+ of \d+ (raised|had not)", str(failure.value)), failure.value

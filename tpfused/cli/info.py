@@ -5,6 +5,7 @@ Works on every machine: what cannot be found out is shown as "unknown", what is 
 
 import importlib
 import json
+import os
 import platform
 import re
 import subprocess
@@ -14,15 +15,21 @@ from itertools import combinations
 
 import tpfused
 from tpfused import extension
+from tpfused.cli.errors import UserError
+from tpfused.overlap import saved
 
 UNKNOWN = "unknown"
 
 
 def add_arguments(parser) -> None:
-    parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    what.add_argument("--clear-choices", action="store_true", help="delete what was measured of overlapped operations")
 
 
 def run(args) -> int:
+    if args.clear_choices:
+        return _clear_choices()
     info = collect()
     print(json.dumps(info, indent=2) if args.json else render(info))
     return 0
@@ -46,6 +53,11 @@ def collect() -> dict:
         "gpus": gpus,
         "links": _links(torch, gpus, smi),
         "extension": _extension(torch, gpus),
+        "choices": {
+            "kept_in": str(saved.path()),
+            "measured": {place: len(cases) for place, cases in saved.load().items()},
+            "forced_tier": os.environ.get("TPFUSED_TIER") or None,
+        },
         "uses": _uses(torch, gpus),
     }
 
@@ -67,9 +79,23 @@ def render(info: dict) -> str:
             lines.append(f"  {first} and {second}  {peer}, NVLink: {link['nvlink']}")
     lines += ["", "Extension"]
     lines += [f"  {key.replace('_', ' ')}: {_plain(value)}" for key, value in info["extension"].items()]
+    choices = info["choices"]
+    lines += ["", "Measured choices of overlapped operations", f"  kept in: {choices['kept_in']}"]
+    lines += [f"  {count} on {place}" for place, count in choices["measured"].items()] or ["  none yet"]
+    if choices["forced_tier"]:
+        lines.append(f"  forced tier: {choices['forced_tier']} (TPFUSED_TIER)")
     lines += ["", "Will be used"]
     lines += [f"  {key}: {value}" for key, value in info["uses"].items()]
     return "\n".join(lines)
+
+
+def _clear_choices() -> int:
+    try:
+        count = saved.clear()
+    except OSError as error:
+        raise UserError(f"--clear-choices: {error}") from error
+    print(f"measured choices deleted: {count} ({saved.path()})")
+    return 0
 
 
 def _plain(value) -> str:

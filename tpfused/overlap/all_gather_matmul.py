@@ -2,35 +2,35 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Sequence
 
-import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.autograd import once_differentiable, records_gradient
-from tpfused.group import resolve_group
-from tpfused.kernels.act_backward import act_backward
-from tpfused.kernels.activations import ACTIVATIONS
-from tpfused.kernels.linear_act import apply_activation
+from tpfused.collectives import all_gather_tokens
+from tpfused.group import TPGroup
+from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
-from tpfused.overlap.calls import Link, Rows
-from tpfused.overlap.tiers import choose
+from tpfused.overlap.operators import Operation
+from tpfused.overlap.plain import act_gradient, activate, gather_rows, linear_act, scatter_rows
+from tpfused.overlap.plans import Call, Operands, all_features, look_up, plan_of, split_at
 
 NAME = "all_gather_matmul"
 
 
 def all_gather_matmul(
     x_shard_m: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
+    weight: Tensor | Sequence[Tensor],
+    bias: Tensor | Sequence[Tensor] | None = None,
     activation: str | None = None,
     *,
     sequence_dim: int = 0,
     total_len: int | None = None,
+    out_features: int | Sequence[int] | None = None,
     group=None,
     mesh=None,
-) -> Tensor:
+) -> Tensor | tuple[Tensor, ...]:
     """All ranks' rows, joined, through this rank's part of a column-parallel layer. Differentiable.
 
     The own rows are multiplied at once and a peer's when they have arrived. Backward: x is gathered again beside the
@@ -38,68 +38,114 @@ def all_gather_matmul(
 
     Args:
         x_shard_m: ``[..., k]``, this rank's part of the tokens along `sequence_dim`.
-        weight: ``[n, k]``, this rank's output features.
-        bias: ``[n]``.
+        weight: ``[n, k]``, this rank's output features; or several such weights, to which x is gathered once.
+        bias: ``[n]``; for several weights, one for each.
         activation: None, "gelu" (erf), "gelu_tanh", "relu", "silu".
         total_len: all ranks' tokens, where they do not divide evenly: they are split like `torch.chunk`.
+        out_features: all ranks', split likewise; for several weights one for each. Where the choice of a tier is
+            measured, it is measured for these: weights that come without share one.
         group, mesh: as for the layers.
 
     Returns:
-        ``[..., n]``, with all tokens.
+        ``[..., n]``, with all tokens; for several weights a tuple of these.
 
     Raises:
         ValueError, TypeError: as `ColumnParallelLinear`; before any collective.
     """
-    tp = resolve_group(group, mesh)
+    if isinstance(weight, Tensor):
+        weights, biases, features = (weight,), (bias,), (out_features,)
+    else:
+        weights, biases, features = _lists(weight, bias, out_features)
+    call = look_up(_prepare, group, mesh, x_shard_m, weights, biases, activation, sequence_dim, total_len, features)
+    results = _OPERATION(call, x_shard_m, weights, biases)
+    return results[0] if isinstance(weight, Tensor) else tuple(results)
+
+
+def _lists(weights, biases, out_features) -> tuple[Sequence, Sequence, Sequence]:
+    """One of each for every weight."""
+    if not isinstance(weights, list | tuple):
+        raise TypeError(f"{NAME}: the weight must be a tensor or a list of tensors, not {type(weights).__name__}")
+    if not weights:
+        raise ValueError(f"{NAME}: there is no weight")
+    given = []
+    for what, values in (("biases", biases), ("out_features", out_features)):
+        if values is None:
+            values = [None] * len(weights)
+        elif len(values) != len(weights) or any(value is None for value in values):
+            raise ValueError(f"{NAME}: {len(weights)} weights take as many {what}, or none, not {len(values)}")
+        given.append(tuple(values))
+    return tuple(weights), *given
+
+
+def _prepare(tp: TPGroup, x, weights, biases, activation, sequence_dim, total_len, out_features) -> Call:
     checks.check_activation(activation)
-    checks.check_operands(x_shard_m, weight, bias, NAME)
-    dim = checks.token_dim(x_shard_m, sequence_dim, NAME)
-    total_len = checks.total_tokens(x_shard_m, dim, total_len, tp, NAME)
-    chosen = choose(tp, x_shard_m)
-    batch = calls.batch_of(x_shard_m, dim)
-    # What decides must be the same on every rank: not its own tokens or output features, of which it may have none.
-    if chosen is None or torch.is_autocast_enabled("cuda") or min(total_len, weight.shape[1], *batch) == 0:
-        return reference.column_parallel_linear(
-            x_shard_m, weight, bias, tp, activation=activation, sequence_dim=dim, total_len=total_len
-        )
-    rows = Rows(total_len, math.prod(batch))
-    x = calls.to_rows(x_shard_m, dim)
-    training = records_gradient(x, weight, bias)
-    y = _AllGatherMatmul.apply(x, weight, bias, ACTIVATIONS[activation], rows, Link(*chosen), training)
-    return calls.from_rows(y, total_len, batch, dim)
+    for weight, bias in zip(weights, biases, strict=True):
+        checks.check_operands(x, weight, bias, NAME)
+    dim = checks.token_dim(x, sequence_dim, NAME)
+    tokens = checks.total_tokens(x, dim, total_len, tp, NAME)
+    outputs = [
+        all_features(features, weight.shape[0], weight, tp, f"{NAME}: out_features")
+        for features, weight in zip(out_features, weights, strict=True)
+    ]
+    leading = None if x.ndim == 2 else (*x.shape[:dim], tokens, *x.shape[dim + 1 : -1])
+    outputs = None if None in outputs else sum(outputs)
+    return Call(plan_of(tp, activation, tokens, *split_at(x, dim), x.shape[-1], outputs, leading), dim)
 
 
-class _AllGatherMatmul(torch.autograd.Function):
-    """x_shard_m [own, k], w_shard_n [n, k] -> y_shard_n [total, n].
+class _AllGatherMatmul(Operation):
+    """x_shard_m [own, k], w_shard_n [n, k] -> y_shard_n [total, n], of each weight.
 
-    forward: all-gather of x beside the matmul. dgrad: reduce-scatter, beside wgrad. wgrad: all-gather of x, beside
-    dgrad. dbias: none. Saved: x_shard_m, the weight, and the pre-activation (relu: the result).
+    forward: all-gather of x beside the first matmul. dgrad: reduce-scatter, beside wgrad. wgrad: all-gather of x,
+    beside dgrad. dbias: none. Saved: x_shard_m, the weights, and the pre-activations (relu: the results).
     """
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, activation, rows, link, training):
-        x, weight = x.contiguous(), calls.as_matrix(weight)
-        bias = None if bias is None else bias.contiguous()
-        by_epilogue = {ACTIVATIONS["relu"]: calls.RELU, ACTIVATIONS["gelu_tanh"]: calls.GELU_TANH}.get(activation, 0)
-        if by_epilogue == calls.GELU_TANH and (weight.shape[0] % 8 or x.element_size() == 4):
-            by_epilogue = 0  # cuBLASLt writes a pre-activation in half precision and rows of 16 bytes only
-        keeps_pre = training and by_epilogue == calls.GELU_TANH
-        y, pre = calls.all_gather_matmul(link, x, weight, bias, rows, by_epilogue, keeps_pre)
-        if activation and not by_epilogue:
-            y, pre = apply_activation(y, activation), y
-        elif activation == ACTIVATIONS["relu"]:
-            pre = y  # whose sign tells the derivative
-        ctx.activation, ctx.rows, ctx.link = activation, rows, link
-        ctx.save_for_backward(x, weight, pre)
-        return y
+    name = NAME
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, pre = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dpre, dbias = act_backward(dy.contiguous(), pre, ctx.activation, needs_bias)
-        dx = dweight = None
-        if needs_x or needs_weight:
-            dx, dweight = calls.column_backward(ctx.link, dpre, x, weight, ctx.rows, needs_x, needs_weight)
-        return dx, dweight, dbias if needs_bias else None, None, None, None, None
+    def forward(self, chosen, plan, training, x, weights, biases):
+        activation, keeps_pre = plan.activation, training and plan.keeps_pre
+        if chosen is None:
+            x = gather_rows(x, plan)
+            pairs = [linear_act(x, w, b, activation, keeps_pre) for w, b in zip(weights, biases, strict=True)]
+            return [y for y, _ in pairs], [pre for _, pre in pairs if keeps_pre]
+        epilogue = _epilogue(activation, weights)
+        ys, pres = calls.all_gather_matmul(chosen, plan, x, weights, biases, epilogue, keeps_pre)
+        if activation and not epilogue:
+            ys, pres = [activate(y, activation) for y in ys], ys
+        return ys, pres if keeps_pre else []
+
+    def backward(self, chosen, plan, needs, grads, x, weights, kept):
+        kept = kept or [None] * len(grads)
+        pairs = [act_gradient(dy, pre, plan.activation, needs.biases) for dy, pre in zip(grads, kept, strict=True)]
+        dpres, dbiases = zip(*pairs, strict=True)
+        if chosen is not None and (needs.x or needs.weights):
+            return *calls.column_backward(chosen, plan, needs, dpres, x, weights), dbiases
+        dx, dweights = None, [None] * len(weights)
+        if needs.x:
+            parts = [product(dpre, weight) for dpre, weight in zip(dpres, weights, strict=True)]
+            dx = scatter_rows(sum(parts[1:], parts[0]), plan)
+        if needs.weights:
+            x = gather_rows(x, plan)
+            dweights = [product(dpre.T, x) for dpre in dpres]
+        return dx, dweights, dbiases
+
+    def plain(self, plan, dim, x, weights, biases):
+        activation, tp = plan.activation, plan.tp
+        if len(weights) == 1:
+            return [
+                reference.column_parallel_linear(
+                    x, weights[0], biases[0], tp, activation=activation, sequence_dim=dim, total_len=plan.tokens
+                )
+            ]
+        x = all_gather_tokens(reference._cast_for_autocast(x), dim, plan.tokens, tp)
+        return [reference.activate(F.linear(x, w, b), activation) for w, b in zip(weights, biases, strict=True)]
+
+
+def _epilogue(activation: str | None, weights: Operands) -> int:
+    """What the matmul itself can apply: cuBLASLt writes a pre-activation in 16 bits and rows of whole 16 bytes only."""
+    if activation != "gelu_tanh":
+        return calls.RELU if activation == "relu" else 0
+    fits = weights[0].element_size() == 2 and not [w for w in weights if w.shape[0] % 8]
+    return calls.GELU_TANH if fits else 0
+
+
+_OPERATION = _AllGatherMatmul()

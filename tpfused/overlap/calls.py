@@ -2,174 +2,177 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator
-from tpfused.overlap.tiers import TIERS
+from tpfused.overlap.operators import Needs
+from tpfused.overlap.plans import Operands, Plan
+from tpfused.overlap.tiers import TIERS, exact
 from tpfused.sharding import padded_shard_size
 
 ALL_REDUCE_BLOCKS = 4  # of rows, at most: `Blocks::most` of csrc/blocks.h
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
+KEPT_WORKSPACE = WORKSPACE + 16 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
+MOST_STREAMS = 4  # that have a workspace of their own, for it is used in one stream's order
+_workspaces: dict[tuple[int, int], Tensor] = {}
 
-
-@dataclass(frozen=True)
-class Rows:
-    """All ranks' rows: `tokens`, split like `torch.chunk`, of `each` rows."""
-
-    tokens: int
-    each: int
-
-    @property
-    def total(self) -> int:
-        return self.tokens * self.each
-
-    def padded(self, size: int) -> int:
-        """As many rows as `size` of the largest shards hold."""
-        return padded_shard_size(self.tokens, size) * size * self.each
-
-
-def batch_of(x: Tensor, dim: int) -> tuple[int, ...]:
-    """The dimensions of ``[..., features]`` beside the tokens'."""
-    return (*x.shape[:dim], *x.shape[dim + 1 : -1])
-
-
-def to_rows(x: Tensor, dim: int) -> Tensor:
-    """``[..., features]`` -> ``[tokens * batch, features]``, `dim` being the tokens'."""
-    if dim:
-        x = x.movedim(dim, 0)
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
-
-
-def from_rows(y: Tensor, tokens: int, batch: tuple[int, ...], dim: int) -> Tensor:
-    """The inverse of `to_rows`: a view."""
-    if not batch:
-        return y
-    y = y.view(tokens, *batch, y.shape[-1])
-    return y.movedim(0, dim) if dim else y
-
-
-@dataclass(frozen=True)
-class Link:
-    """Who talks to whom, and how."""
-
-    communicator: Communicator
-    tier: str
-
-    @property
-    def by_nccl(self) -> bool:
-        return self.tier == "nccl"
-
-    def run(self, operation: str, x: Tensor, weight: Tensor, rows: Rows, n: int, slot: int, staged: int, *more) -> None:
-        """Call the extension. `n`: output features, all ranks' where they are gathered. In entries of x's dtype: `slot`
-        of memory that peers write (not by NCCL), and `staged` of this rank's own."""
-        c = self.communicator
-        bytes_ = x.element_size()
-        if not self.by_nccl:
-            c.reserve(slot * bytes_)
-        size = WORKSPACE + staged * bytes_ + 4096
-        workspace = torch.empty(size, dtype=torch.uint8, device=x.device)
-        kind = TF32 if x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[x.dtype]
-        k = weight.shape[1]
-        getattr(c.module, operation)(
-            c.handle, TIERS.index(self.tier), torch.cuda.current_stream(x.device).cuda_stream,
-            workspace.data_ptr(), size, kind, rows.tokens, rows.each, k, n,
-            x.data_ptr(), weight.data_ptr(), max(weight.stride(0), k), *more,
-        )  # fmt: skip
-
-
-def as_matrix(weight: Tensor) -> Tensor:
-    """A weight whose rows cuBLASLt can step over: contiguous ones that do not overlap."""
-    by_rows = weight.stride(1) == 1 and (weight.shape[0] == 1 or weight.stride(0) >= weight.shape[1])
-    return weight if by_rows else weight.contiguous()
+Link = tuple[Communicator, str]  # and its tier
 
 
 def all_gather_matmul(
-    link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, activation: int, keeps_pre: bool
-) -> tuple[Tensor, Tensor | None]:
-    """-> ``activation(gathered x @ weight.T + bias)``, and what the activation is of, for GELU_TANH."""
-    n, k = weight.shape
-    slot = rows.padded(link.communicator.size) * k
-    y = x.new_empty(rows.total, n)
-    pre = torch.empty_like(y) if keeps_pre else None
-    more = y.data_ptr(), activation, _address(bias), _address(pre)
-    link.run("all_gather_matmul", x, weight, rows, n, slot, link.by_nccl * slot, *more)
-    return y, pre
+    link: Link, plan: Plan, x: Tensor, weights: Operands, biases: Operands, epilogue: int, keeps_pre: bool
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """-> ``epilogue(gathered x @ weight.T + bias)`` of each weight, and what a GELU_TANH is of, if kept."""
+    ys, pres, columns, held = [], [], [], []
+    for weight, bias in zip(weights, biases, strict=True):
+        (weight, leading), bias = _matrix(weight), _vector(bias)
+        n = weight.shape[0]
+        y = x.new_empty(*plan.leading or (plan.total,), n)
+        pre = torch.empty_like(y) if keeps_pre and epilogue == GELU_TANH else None
+        columns.append((n, weight.data_ptr(), leading, y.data_ptr(), epilogue, _address(bias), _address(pre)))
+        held.append((weight, bias))
+        ys.append(y)
+        pres.append(pre)
+    slot = plan.padded * plan.inputs
+    _run(link, "all_gather_matmul", plan, x, slot, slot if link[1] == "nccl" else 0, 0, 0, 0, columns)
+    return ys, pres
 
 
-def matmul_reduce_scatter(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, own: int) -> Tensor:
+def column_backward(
+    link: Link, plan: Plan, needs: Needs, dpres: Operands, x: Tensor, weights: Operands
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """-> the gradients of x (own rows) and of the weights."""
+    dx = x.new_empty(x.shape) if needs.x else None
+    dweights, columns, held = [], [], []
+    for dpre, weight in zip(dpres, weights, strict=True):
+        weight, leading = _matrix(weight)
+        dweight = weight.new_empty(weight.shape) if needs.weights else None
+        columns.append((weight.shape[0], weight.data_ptr(), leading, dpre.data_ptr(), _address(dweight)))
+        held.append(weight)
+        dweights.append(dweight)
+    slot = plan.padded * plan.inputs
+    staged = plan.total * plan.inputs + (2 * slot if link[1] == "nccl" else 0)
+    more = _address(dx), needs.x, needs.weights, columns
+    _run(link, "column_backward", plan, x, slot, staged, 0, 0, 0, *more)
+    return dx, dweights
+
+
+def matmul_reduce_scatter(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    (weight, leading), bias = _matrix(weight), _vector(bias)
     n = weight.shape[0]
-    slot = rows.padded(link.communicator.size) * n
-    y = x.new_empty(own, n)
-    staged = rows.total * n + link.by_nccl * slot
-    link.run("matmul_reduce_scatter", x, weight, rows, n, slot, staged, y.data_ptr(), _address(bias))
+    y = x.new_empty(*plan.leading or (plan.own,), n)
+    slot = plan.padded * n
+    staged = plan.total * n + (slot if link[1] == "nccl" else 0)
+    more = n, weight.data_ptr(), leading, y.data_ptr(), _address(bias)
+    _run(link, "matmul_reduce_scatter", plan, x, slot, staged, *more)
     return y
 
 
-def matmul_all_reduce(link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows) -> Tensor:
+def row_backward(
+    link: Link, plan: Plan, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
+    """-> the gradients of x (all rows) and of the weight."""
+    slot = plan.padded * weight.shape[0]
+    staged = slot if link[1] == "nccl" else 0
+    return _backward("row_backward", link, plan, needs, dy, x, weight, slot, staged, *needs[:2])
+
+
+def matmul_all_reduce(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    (weight, leading), bias = _matrix(weight), _vector(bias)
     n = weight.shape[0]
-    y = x.new_empty(rows.total, n)
-    slot, staged = _all_reduced(link, rows, n)
-    link.run("matmul_all_reduce", x, weight, rows, n, slot, staged, y.data_ptr(), _address(bias))
+    y = x.new_empty(*plan.leading or (plan.total,), n)
+    more = n, weight.data_ptr(), leading, y.data_ptr(), _address(bias)
+    _run(link, "matmul_all_reduce", plan, x, *_all_reduced(link, plan, n), *more)
     return y
 
 
 def whole_input_backward(
-    link: Link, dpre: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_weight: bool
+    link: Link, plan: Plan, needs: Needs, dpre: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """-> the gradients of x, all-reduced, and of the weight, whose matmul hides that."""
-    sizes = _all_reduced(link, rows, weight.shape[1])
-    return _backward("whole_input_backward", link, dpre, x, weight, rows, *sizes, (True, needs_weight), needs_weight)
+    sizes = _all_reduced(link, plan, plan.inputs)
+    return _backward("whole_input_backward", link, plan, needs, dpre, x, weight, *sizes, needs.weights)
 
 
 def matmul_all_gather(
-    link: Link, x: Tensor, weight: Tensor, bias: Tensor | None, rows: Rows, features: int, activation: int, pre: bool
+    link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int, keeps_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """-> all ranks' `features`, and of this rank's own what the activation is of, for GELU_TANH."""
-    y = x.new_empty(rows.total, features)
-    own_pre = x.new_empty(rows.total, weight.shape[0]) if pre else None
-    padded = padded_shard_size(features, link.communicator.size)
-    slot, staged = rows.total * features, rows.total * padded * (1 + link.communicator.size)
-    more = y.data_ptr(), activation, _address(bias), _address(own_pre)
-    link.run("matmul_all_gather", x, weight, rows, features, slot, link.by_nccl * staged, *more)
-    return y, own_pre
+    """-> all ranks' features, and of this rank's own what a GELU_TANH is of, if kept."""
+    (weight, leading), bias = _matrix(weight), _vector(bias)
+    size, features = link[0].size, plan.outputs
+    y = x.new_empty(*plan.leading or (plan.total,), features)
+    pre = x.new_empty(plan.total, weight.shape[0]) if keeps_pre and epilogue == GELU_TANH else None
+    staged = plan.total * padded_shard_size(features, size) * (1 + size) if link[1] == "nccl" else 0
+    more = features, weight.data_ptr(), leading, y.data_ptr(), epilogue, _address(bias), _address(pre)
+    _run(link, "matmul_all_gather", plan, x, plan.total * features, staged, *more)
+    return y, pre
 
 
-def column_backward(
-    link: Link, dpre: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """-> the gradients of x (own rows) and of the weight."""
-    k = weight.shape[1]
-    slot = rows.padded(link.communicator.size) * k
-    needs = needs_x, needs_weight
-    staged = rows.total * k + link.by_nccl * 2 * slot
-    return _backward("column_backward", link, dpre, x, weight, rows, slot, staged, needs, *needs)
-
-
-def row_backward(
-    link: Link, dy: Tensor, x: Tensor, weight: Tensor, rows: Rows, needs_x: bool, needs_weight: bool
-) -> tuple[Tensor | None, Tensor | None]:
-    """-> the gradients of x (all rows) and of the weight."""
-    slot = rows.padded(link.communicator.size) * weight.shape[0]
-    needs = needs_x, needs_weight
-    return _backward("row_backward", link, dy, x, weight, rows, slot, link.by_nccl * slot, needs, *needs)
-
-
-def _backward(operation, link, dy, x, weight, rows, slot, staged, needs, *flags) -> tuple[Tensor | None, Tensor | None]:
-    """`needs`: which gradients, of x and of the weight; `flags`: what the extension is told of that."""
-    dx = torch.empty_like(x) if needs[0] else None
-    dweight = weight.new_empty(weight.shape) if needs[1] else None
+def _backward(
+    operation: str, link: Link, plan: Plan, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, slot: int, staged: int,
+    *flags: bool,
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """-> the gradients of x and of the weight. `flags`: what the extension is told of `needs`."""
+    weight, leading = _matrix(weight)
+    dx = x.new_empty(x.shape) if needs.x else None
+    dweight = weight.new_empty(weight.shape) if needs.weights else None
     more = dy.data_ptr(), _address(dx), _address(dweight), *flags
-    link.run(operation, x, weight, rows, weight.shape[0], slot, staged, *more)
+    _run(link, operation, plan, x, slot, staged, weight.shape[0], weight.data_ptr(), leading, *more)
     return dx, dweight
 
 
-def _all_reduced(link: Link, rows: Rows, features: int) -> tuple[int, int]:
+def _all_reduced(link: Link, plan: Plan, features: int) -> tuple[int, int]:
     """Entries of `slot` and `staged`."""
-    shares = ALL_REDUCE_BLOCKS * link.communicator.size  # of each block, rounded up
-    return (rows.total + shares) * features, (not link.by_nccl) * rows.total * features
+    entries = (plan.total + ALL_REDUCE_BLOCKS * link[0].size) * features  # each block's shares are rounded up
+    if link[1] == "nccl":
+        return entries, 4 * entries if exact[-1] else 0
+    return entries, plan.total * features
+
+
+def _run(
+    link: Link, operation: str, plan: Plan, x: Tensor, slot: int, staged: int,
+    n: int, weight: int, leading: int, *more,
+) -> None:  # fmt: skip
+    """Call the extension. In entries of x's dtype: `slot` of memory that peers write (not by NCCL), and `staged` of
+    this rank's own. `n`: output features, all ranks' where they are gathered."""
+    (communicator, tier), x = link, x.contiguous()
+    dtype, itemsize, device = x.dtype, x.element_size(), x.get_device()
+    if tier != "nccl":
+        communicator.reserve(slot * itemsize)
+    communicator.set_deterministic(exact[-1])
+    stream = torch._C._cuda_getCurrentRawStream(device)
+    workspace = _workspace(x, device, stream, WORKSPACE + staged * itemsize + 4096)
+    kind = TF32 if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[dtype]
+    getattr(communicator.module, operation)(
+        communicator.handle, TIERS.index(tier), stream, workspace.data_ptr(), workspace.numel(), kind,
+        plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), weight, leading, *more,
+    )  # fmt: skip
+
+
+def _workspace(x: Tensor, device: int, stream: int, size: int) -> Tensor:
+    """At least so many bytes, for what is on `stream` next."""
+    if size > KEPT_WORKSPACE or torch._C._cuda_isCurrentStreamCapturing():  # a graph's memory is its own
+        return torch.empty(size, dtype=torch.uint8, device=x.device)
+    kept = _workspaces.get((device, stream))
+    if kept is None:
+        if len(_workspaces) >= MOST_STREAMS:
+            _workspaces.clear()
+        kept = _workspaces[device, stream] = torch.empty(KEPT_WORKSPACE, dtype=torch.uint8, device=x.device)
+    return kept
+
+
+def _matrix(weight: Tensor) -> tuple[Tensor, int]:
+    """A weight whose rows cuBLASLt can step over, and the entries from one to the next: they must not overlap."""
+    n, k = weight.shape
+    if weight.is_contiguous():
+        return weight, k
+    leading, step = weight.stride()
+    return (weight, max(leading, k)) if step == 1 and (leading >= k or n == 1) else (weight.contiguous(), k)
+
+
+def _vector(bias: Tensor | None) -> Tensor | None:
+    return bias if bias is None else bias.contiguous()
 
 
 def _address(x: Tensor | None) -> int:

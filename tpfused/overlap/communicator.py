@@ -19,7 +19,7 @@ from tpfused.group import TPGroup
 SLOT_STEP = 16 * 2**20  # peers' buffers grow by this many bytes, for growing stops the device
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
-NCCL_PROCESSORS = 8  # that NCCL may take from the matmuls beside it; with 4, it moves half as much
+NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
 WORKSPACE = 2 * 32 * 2**20  # of the matmuls on an operation's two streams
 
 
@@ -30,18 +30,21 @@ class Communicator:
         tiers: the ways that rows can travel here, the fastest first: "p2p" where peers reach each other's memory.
     """
 
-    def __init__(self, module, group: TPGroup, device: torch.device, nccl_id: bytes):
-        self.module = module
+    def __init__(self, module, handle: int, group: TPGroup, device: torch.device):
+        self.module, self.handle = module, handle
         self.rank, self.size = group.rank, group.size
         self._process_group = group.process_group
         self._device = device
         self._slot_bytes = 0
-        with torch.cuda.device(device):
-            self.handle = module.group_create(device.index, group.rank, group.size, nccl_id, NCCL_PROCESSORS)
+        self._deterministic = False
         self.set_timeout(_timeout)
         self.tiers = ("nccl",)
-        if self._on_one_host() and self._grow(SLOT_STEP):
+        if not self._on_one_host():
+            self._warn_of_nccl("they are on several hosts")
+        elif self._grow(SLOT_STEP):
             self.tiers = ("p2p", "nccl")
+        else:
+            self._warn_of_nccl("they do not reach each other's memory")
 
     def set_timeout(self, seconds: float) -> None:
         self.module.group_timeout(self.handle, seconds)
@@ -53,26 +56,43 @@ class Communicator:
 
     def reserve(self, slot_bytes: int) -> None:
         """Peers' buffers of at least this size. All ranks ask for the same, in the same order."""
-        if slot_bytes > self._slot_bytes and not self._grow(-(-slot_bytes // SLOT_STEP) * SLOT_STEP):
+        if slot_bytes <= self._slot_bytes:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                f"a CUDA graph can't be captured of an operation that needs {slot_bytes} bytes of memory for its peers "
+                f"to write, while there are {self._slot_bytes}: run it once before the capture"
+            )
+        if not self._grow(-(-slot_bytes // SLOT_STEP) * SLOT_STEP):
             raise RuntimeError(f"a rank could not get {slot_bytes / 2**20:.0f} MiB of memory for its peers to write")
+
+    def set_deterministic(self, wanted: bool) -> None:
+        """Whether every tier is to give the same bits from now on. The same on all ranks."""
+        if wanted != self._deterministic:
+            self.module.group_deterministic(self.handle, wanted)
+            self._deterministic = wanted
+
+    def _warn_of_nccl(self, reason: str) -> None:
+        if self.rank == 0:
+            warnings.warn(f"tpfused: the rows of {self.size} ranks travel by NCCL, for {reason}", stacklevel=2)
 
     def _on_one_host(self) -> bool:
         boot = Path("/proc/sys/kernel/random/boot_id")
-        return len(set(_exchange(boot.read_text() if boot.exists() else None, self._process_group))) == 1
+        return len(set(exchange(boot.read_text() if boot.exists() else None, self._process_group))) == 1
 
     def _grow(self, slot_bytes: int) -> bool:
         """Whether all ranks got new memory and reached that of all others."""
         self._slot_bytes = 0
         torch.cuda.synchronize(self._device)
-        _exchange(None, self._process_group)  # nobody writes to the old memory any more
+        exchange(None, self._process_group)  # nobody writes to the old memory any more
         self.module.group_disconnect(self.handle)
-        _exchange(None, self._process_group)  # and nobody has it open
+        exchange(None, self._process_group)  # and nobody has it open
         mine = self._try(lambda: self.module.group_allocate(self.handle, slot_bytes))
-        handles = _exchange(mine, self._process_group)
+        handles = exchange(mine, self._process_group)
         connected = False
         if None not in handles:
             connected = self._try(lambda: self.module.group_connect(self.handle, handles) is None)
-        if not all(_exchange(bool(connected), self._process_group)):
+        if not all(exchange(bool(connected), self._process_group)):
             return False
         self._slot_bytes = slot_bytes
         return True
@@ -105,11 +125,14 @@ _timeout = 600.0
 def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None:
     """The group's communicator on `device`; None where its ranks have to use torch's own collectives.
 
-    The first call for a group is a collective of all its ranks.
+    The first call for a group is a collective of all its ranks, which no CUDA graph can hold: None while one is
+    captured.
     """
     key = group.process_group, device
     if key not in _communicators:
-        for stale in [known for known in _communicators if not _exists(known[0])]:
+        if torch.cuda.is_current_stream_capturing():
+            return None
+        for stale in [known for known in _communicators if not exists(known[0])]:
             closed = _communicators.pop(stale)
             if closed is not None:
                 closed.close()
@@ -120,30 +143,52 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
 _communicators: dict[tuple[dist.ProcessGroup, torch.device], Communicator | None] = {}
 
 
+def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+    """A collective, for when ranks may not mean the same call.
+
+    Raises:
+        ValueError: on every rank, if the group's ranks differ in the operation, the shape of the whole, or the dtype.
+    """
+    calls = exchange((operation, shape, str(dtype)), group.process_group)
+    if len(set(calls)) > 1:
+        told = "; ".join(
+            f"rank {rank}: {name}, {rows} rows, {k} -> {n} features, {kind}"
+            for rank, (name, (rows, k, n), kind) in enumerate(calls)
+        )
+        raise ValueError(f"the ranks of a group make different calls: {told}")
+
+
 def _make(group: TPGroup, device: torch.device) -> Communicator | None:
-    module, reason = None, ""
+    module, handle, reason, nccl_id = None, 0, "", b""
     try:
         module = extension.load()
-    except extension.NotBuildable as error:
-        reason = str(error)
-    offers = _exchange((reason, module.nccl_unique_id() if module else None), group.process_group)
+        nccl_id = module.nccl_unique_id()
+    except (extension.NotBuildable, RuntimeError) as error:
+        reason = f"lacks the compiled extension: {error}"
+    offers = exchange((reason, nccl_id), group.process_group)
+    if not any(reason for reason, _ in offers):
+        try:
+            with torch.cuda.device(device):
+                handle = module.group_create(device.index, group.rank, group.size, offers[0][1], NCCL_PROCESSORS)
+        except RuntimeError as error:
+            reason = f"could not make an NCCL communicator: {error}"
+        offers = exchange((reason, None), group.process_group)
     reasons = {rank: reason for rank, (reason, _) in enumerate(offers) if reason}
-    if reasons:
-        rank, reason = min(reasons.items())
-        warnings.warn(
-            f"tpfused: collectives are not overlapped with matmuls, for rank {rank} lacks the compiled extension: "
-            f"{reason}",
-            stacklevel=2,
-        )
-        return None
-    return Communicator(module, group, device, offers[0][1])
+    if not reasons:
+        return Communicator(module, handle, group, device)
+    if handle:
+        module.group_destroy(handle)
+    rank, reason = min(reasons.items())
+    warnings.warn(f"tpfused: collectives are not overlapped with matmuls, for rank {rank} {reason}", stacklevel=2)
+    return None
 
 
-def _exists(process_group: dist.ProcessGroup) -> bool:
+def exists(process_group: dist.ProcessGroup) -> bool:
+    """Whether it has not been destroyed."""
     return process_group in dist.distributed_c10d._world.pg_map
 
 
-def _exchange(value: Any, process_group: dist.ProcessGroup) -> list:
+def exchange(value: Any, process_group: dist.ProcessGroup) -> list:
     """Each rank's value, in rank order."""
     values = [None] * dist.get_world_size(process_group)
     dist.all_gather_object(values, value, group=process_group)

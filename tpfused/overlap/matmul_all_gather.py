@@ -5,25 +5,17 @@ The gather is hidden behind the matmul, and backward the all-reduce of dx behind
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.autograd import once_differentiable, records_gradient
-from tpfused.collectives import gather_from_group
-from tpfused.group import TPGroup, resolve_group
-from tpfused.kernels.act_backward import act_backward
-from tpfused.kernels.activations import ACTIVATIONS
-from tpfused.kernels.linear_act import AUTOMATIC, linear_act_forward
+from tpfused.collectives import all_gather, all_reduce
+from tpfused.group import TPGroup
 from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
-from tpfused.overlap.calls import Link, Rows
-from tpfused.overlap.tiers import choose
-from tpfused.sharding import padded_shard_size, shard_range, shard_size
-
-RELU, GELU_TANH = ACTIVATIONS["relu"], ACTIVATIONS["gelu_tanh"]
+from tpfused.overlap.operators import Needs, Operation
+from tpfused.overlap.plain import act_gradient, linear_act
+from tpfused.overlap.plans import Call, Plan, all_features, look_up, plan_of, to_rows
+from tpfused.sharding import padded_shard_size, shard_range
 
 
 def column_matmul(
@@ -32,6 +24,7 @@ def column_matmul(
     bias: Tensor | None = None,
     activation: str | None = None,
     *,
+    out_features: int | None = None,
     group=None,
     mesh=None,
 ) -> Tensor:
@@ -41,6 +34,8 @@ def column_matmul(
         x: ``[..., k]``, the same on each rank.
         weight: ``[n, k]``, this rank's output features; bias ``[n]``.
         activation: None, "gelu" (erf), "gelu_tanh", "relu", "silu".
+        out_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
+            these: weights that come without share one.
         group, mesh: as for the layers.
 
     Returns:
@@ -49,15 +44,7 @@ def column_matmul(
     Raises:
         ValueError, TypeError: as `ColumnParallelLinear`; before any collective.
     """
-    tp = resolve_group(group, mesh)
-    _check(x, weight, bias, activation, "column_matmul")
-    link = _link(x, tp)
-    if link is None:
-        return reference.column_parallel_linear(x, weight, bias, tp, activation=activation)
-    rows = Rows(math.prod(x.shape[:-1]), 1)
-    arguments = ACTIVATIONS[activation], rows, link, records_gradient(x, weight, bias)
-    y = _ColumnMatmul.apply(x.reshape(rows.total, x.shape[-1]), weight, bias, *arguments)
-    return y.view(*x.shape[:-1], weight.shape[0])
+    return _call(_COLUMN_MATMUL, x, weight, bias, activation, out_features, group, mesh)
 
 
 def matmul_all_gather(
@@ -81,105 +68,106 @@ def matmul_all_gather(
     Returns:
         ``[..., out_features]``.
     """
-    tp = resolve_group(group, mesh)
-    _check(x, weight, bias, activation, "matmul_all_gather")
-    features = weight.shape[0] * tp.size if out_features is None else out_features
-    own = shard_size(features, tp.size, tp.rank)
-    if weight.shape[0] != own:
-        raise ValueError(
-            f"matmul_all_gather: of out_features {features} rank {tp.rank} of {tp.size} owns {own}, but its weight has "
-            f"shape {tuple(weight.shape)}"
-        )
-    link = _link(x, tp)
-    if link is None or features == 0:
-        return reference.column_parallel_linear(x, weight, bias, tp, activation=activation, gather_features=features)
-    if not _by_epilogue(ACTIVATIONS[activation], x, features, tp):
-        return gather_from_group(column_matmul(x, weight, bias, activation, group=tp), x.ndim - 1, features, tp)
-    rows = Rows(math.prod(x.shape[:-1]), 1)
-    arguments = ACTIVATIONS[activation], rows, features, link, records_gradient(x, weight, bias)
-    y = _MatmulAllGather.apply(x.reshape(rows.total, x.shape[-1]), weight, bias, *arguments)
-    return y.view(*x.shape[:-1], features)
+    return _call(_MATMUL_ALL_GATHER, x, weight, bias, activation, out_features, group, mesh)
 
 
-def _by_epilogue(activation: int, x: Tensor, features: int, tp: TPGroup) -> bool:
-    """Whether the matmul can apply it on every rank: cuBLASLt writes a pre-activation in 16 bits and whole 16 bytes."""
-    if activation == GELU_TANH:
-        return x.element_size() == 2 and features % 8 == 0 and padded_shard_size(features, tp.size) % 8 == 0
-    return activation in (0, RELU)
+def _call(operation: Operation, x, weight, bias, activation, out_features, group, mesh) -> Tensor:
+    weights, biases = (weight,), (bias,)
+    call = look_up(_prepare, group, mesh, x, weights, biases, operation, activation, out_features)
+    return operation(call, x, weights, biases)[0]
 
 
-def _check(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None, name: str) -> None:
+def _prepare(tp: TPGroup, x, weights, biases, operation, activation, out_features) -> Call:
+    (weight,), (bias,) = weights, biases
     checks.check_activation(activation)
-    checks.check_operands(x, weight, bias, name)
+    checks.check_operands(x, weight, bias, operation.name)
+    n, k = weight.shape
+    if operation is _MATMUL_ALL_GATHER and out_features is None:
+        out_features = n * tp.size
+    outputs = all_features(out_features, n, weight, tp, f"{operation.name}: out_features")
+    leading = x.shape[:-1]
+    return Call(plan_of(tp, activation, leading.numel(), 1, 1, k, outputs, None if x.ndim == 2 else leading))
 
 
-def _link(x: Tensor, tp: TPGroup) -> Link | None:
-    chosen = choose(tp, x)
-    # What decides must be the same on every rank: not its output features, of which it may have none.
-    if chosen is None or torch.is_autocast_enabled("cuda") or min(x.shape) == 0:
-        return None
-    return Link(*chosen)
-
-
-def _backward(ctx, dy: Tensor, x: Tensor, weight: Tensor, pre: Tensor | None) -> tuple[Tensor | None, ...]:
-    """-> dx, dweight, dbias from the gradient of this rank's outputs; `pre` (relu: y) for the activation."""
-    needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-    dpre, dbias = act_backward(dy.contiguous(), pre, ctx.activation, needs_bias)
-    dx = dweight = None
-    if needs_x:
-        dx, dweight = calls.whole_input_backward(ctx.link, dpre, x, weight, ctx.rows, needs_weight)
-    elif needs_weight:
-        dweight = product(dpre.T, x)
-    return dx, dweight, dbias if needs_bias else None
-
-
-class _ColumnMatmul(torch.autograd.Function):
+class _ColumnMatmul(Operation):
     """x [m, k], w_shard_n [n, k] -> y_shard_n [m, n].
 
     forward: none. dgrad: all-reduce of dx, beside wgrad. wgrad, dbias: none. Saved: x, the weight, and the
     pre-activation (relu: the result).
     """
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, activation, rows, link, training):
-        x, weight = x.contiguous(), calls.as_matrix(weight)
-        keeps_pre = training and activation not in (0, RELU)
-        y, pre = linear_act_forward(x, weight, bias, None, activation, False, keeps_pre, AUTOMATIC)
-        ctx.activation, ctx.rows, ctx.link = activation, rows, link
-        ctx.save_for_backward(x, weight, y if activation == RELU else pre)
-        return y
+    name = "column_matmul"
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, pre = ctx.saved_tensors
-        return *_backward(ctx, dy, x, weight, pre), None, None, None, None
+    def forward(self, chosen, plan, training, x, weights, biases):
+        keeps_pre = training and plan.keeps_pre
+        y, pre = linear_act(to_rows(x), weights[0], biases[0], plan.activation, keeps_pre)
+        return [y], [pre] if keeps_pre else []
+
+    def backward(self, chosen, plan, needs, grads, x, weights, kept):
+        (dy,), (weight,), pre = grads, weights, kept[0] if kept else None
+        dpre, dbias = act_gradient(dy, pre, plan.activation, needs.biases)
+        dx = dweight = None
+        if needs.x and chosen is not None:
+            dx, dweight = calls.whole_input_backward(chosen, plan, needs, dpre, x, weight)
+        else:
+            dx = all_reduce(product(dpre, weight), plan.tp) if needs.x else None
+            dweight = product(dpre.T, x) if needs.weights else None
+        return dx, [dweight], [dbias]
+
+    def plain(self, plan, dim, x, weights, biases):
+        return [reference.column_parallel_linear(x, weights[0], biases[0], plan.tp, activation=plan.activation)]
+
+    def attempt(self, chosen, plan, dim, training, x, weights, biases):
+        # The tiers differ in the backward pass only, whose time does not depend on what it is given.
+        x = to_rows(x)
+        results, pres = self.forward(chosen, plan, True, x, weights, biases)
+        kept = results if plan.activation == "relu" else pres
+        self.backward(chosen, plan, Needs(True, True, False), results, x, weights, kept)
 
 
-class _MatmulAllGather(torch.autograd.Function):
+class _MatmulAllGather(_ColumnMatmul):
     """x [m, k], w_shard_n [n, k] -> y [m, all n].
 
     forward: all-gather of y beside the matmul. dgrad: all-reduce of dx, beside wgrad. wgrad, dbias: none, dy is whole
     on each rank. Saved: x, the weight, and of this rank's outputs the pre-activation (relu: y).
     """
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, activation, rows, features, link, training):
-        x, weight = x.contiguous(), calls.as_matrix(weight)
-        bias = None if bias is None else bias.contiguous()
-        ctx.own = shard_range(features, link.communicator.size, link.communicator.rank)
-        ctx.activation, ctx.rows, ctx.link = activation, rows, link
-        by_epilogue = {RELU: calls.RELU, GELU_TANH: calls.GELU_TANH}.get(activation, 0)
-        keeps_pre = training and activation == GELU_TANH
-        y, pre = calls.matmul_all_gather(link, x, weight, bias, rows, features, by_epilogue, keeps_pre)
-        ctx.save_for_backward(x, weight, y if activation == RELU else pre)
-        return y
+    name = "matmul_all_gather"
+    attempt = Operation.attempt
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight, pre = ctx.saved_tensors
-        start, stop = ctx.own
-        if ctx.activation == RELU:
-            pre = pre[:, start:stop].contiguous()
-        return *_backward(ctx, dy[:, start:stop], x, weight, pre), None, None, None, None, None
+    def forward(self, chosen, plan, training, x, weights, biases):
+        if chosen is None or not _by_epilogue(plan, x):
+            (y,), pres = super().forward(chosen, plan, training, x, weights, biases)
+            return [all_gather(y, 1, plan.outputs, plan.tp)], pres
+        (weight,), (bias,), keeps_pre = weights, biases, training and plan.keeps_pre
+        epilogue = {"relu": calls.RELU, "gelu_tanh": calls.GELU_TANH}.get(plan.activation, 0)
+        y, pre = calls.matmul_all_gather(chosen, plan, x, weight, bias, epilogue, keeps_pre)
+        return [y], [pre] if keeps_pre else []
+
+    def backward(self, chosen, plan, needs, grads, x, weights, kept):
+        own = slice(*shard_range(plan.outputs, plan.tp.size, plan.tp.rank))
+        if plan.activation == "relu":
+            kept = [kept[0][:, own].contiguous()]
+        return super().backward(chosen, plan, needs, [grads[0][:, own]], x, weights, kept)
+
+    def plain(self, plan, dim, x, weights, biases):
+        return [
+            reference.column_parallel_linear(
+                x, weights[0], biases[0], plan.tp, activation=plan.activation, gather_features=plan.outputs
+            )
+        ]
+
+    def shape(self, plan, weight):
+        return plan.total, plan.outputs
+
+
+def _by_epilogue(plan: Plan, x: Tensor) -> bool:
+    """Whether the matmul can apply the activation on every rank: cuBLASLt writes a pre-activation in 16 bits and whole
+    16 bytes."""
+    if plan.activation == "gelu_tanh":
+        features = plan.outputs, padded_shard_size(plan.outputs, plan.tp.size)
+        return x.element_size() == 2 and all(n % 8 == 0 for n in features)
+    return plan.activation in (None, "relu")
+
+
+_COLUMN_MATMUL, _MATMUL_ALL_GATHER = _ColumnMatmul(), _MatmulAllGather()

@@ -2,25 +2,28 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.autograd import once_differentiable
-from tpfused.group import resolve_group
-from tpfused.kernels.act_backward import bias_grad
+from tpfused.collectives import all_reduce
+from tpfused.group import TPGroup
 from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
-from tpfused.overlap.calls import Link, Rows
-from tpfused.overlap.tiers import choose
+from tpfused.overlap.operators import Operation
+from tpfused.overlap.plain import act_gradient
+from tpfused.overlap.plans import Call, all_features, look_up, plan_of
 
 NAME = "matmul_all_reduce"
 
 
 def matmul_all_reduce(
-    x_shard_k: Tensor, weight: Tensor, bias: Tensor | None = None, *, group=None, mesh=None
+    x_shard_k: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    in_features: int | None = None,
+    group=None,
+    mesh=None,
 ) -> Tensor:
     """The sum over the ranks of ``x @ weight.T``, plus bias, on every rank. Differentiable, without a collective.
 
@@ -31,6 +34,8 @@ def matmul_all_reduce(
         x_shard_k: ``[..., k]``, this rank's input features.
         weight: ``[n, k]``.
         bias: ``[n]``, the same on each rank.
+        in_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
+            these: weights that come without share one.
         group, mesh: as for the layers.
 
     Returns:
@@ -39,37 +44,44 @@ def matmul_all_reduce(
     Raises:
         ValueError, TypeError: as `RowParallelLinear`; before any collective.
     """
-    tp = resolve_group(group, mesh)
-    checks.check_operands(x_shard_k, weight, bias, NAME)
-    chosen = choose(tp, x_shard_k)
-    # What decides must be the same on every rank: not its input features, of which it may have none.
-    if chosen is None or torch.is_autocast_enabled("cuda") or min(*x_shard_k.shape[:-1], weight.shape[0], 1) == 0:
-        return reference.row_parallel_linear(x_shard_k, weight, bias, tp, input_is_parallel=True, sequence_dim=None)
-    leading = x_shard_k.shape[:-1]
-    rows = Rows(math.prod(leading), 1)
-    y = _MatmulAllReduce.apply(x_shard_k.reshape(rows.total, weight.shape[1]), weight, bias, rows, Link(*chosen))
-    return y.view(*leading, weight.shape[0])
+    weights, biases = (weight,), (bias,)
+    call = look_up(_prepare, group, mesh, x_shard_k, weights, biases, in_features)
+    return _OPERATION(call, x_shard_k, weights, biases)[0]
 
 
-class _MatmulAllReduce(torch.autograd.Function):
+def _prepare(tp: TPGroup, x, weights, biases, in_features) -> Call:
+    (weight,), (bias,) = weights, biases
+    checks.check_operands(x, weight, bias, NAME)
+    inputs = all_features(in_features, weight.shape[1], weight, tp, f"{NAME}: in_features")
+    leading = x.shape[:-1]
+    return Call(plan_of(tp, None, leading.numel(), 1, 1, inputs, weight.shape[0], None if x.ndim == 2 else leading))
+
+
+class _MatmulAllReduce(Operation):
     """x_shard_k [m, k], w_shard_k [n, k] -> y [m, n].
 
     forward: all-reduce of the parts beside the matmul. dgrad, wgrad, dbias: none, dy is whole on each rank. Saved:
     x_shard_k and the weight.
     """
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, rows, link):
-        x, weight = x.contiguous(), calls.as_matrix(weight)
-        bias = None if bias is None else bias.contiguous()
-        ctx.save_for_backward(x, weight)
-        return calls.matmul_all_reduce(link, x, weight, bias, rows)
+    name = NAME
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dx = product(dy, weight) if needs_x else None
-        dweight = product(dy.T, x) if needs_weight else None
-        return dx, dweight, bias_grad(dy) if needs_bias else None, None, None
+    def forward(self, chosen, plan, training, x, weights, biases):
+        (weight,), (bias,) = weights, biases
+        if chosen is None:
+            y = all_reduce(product(x, weight.T), plan.tp)
+            return [y if bias is None else y + bias], []
+        return [calls.matmul_all_reduce(chosen, plan, x, weight, bias)], []
+
+    def backward(self, chosen, plan, needs, grads, x, weights, kept):
+        (dy,), (weight,) = grads, weights
+        dx = product(dy, weight) if needs.x else None
+        dweight = product(dy.T, x) if needs.weights else None
+        return dx, [dweight], [act_gradient(dy, None, None, True)[1] if needs.biases else None]
+
+    def plain(self, plan, dim, x, weights, biases):
+        y = reference.row_parallel_linear(x, weights[0], biases[0], plan.tp, input_is_parallel=True, sequence_dim=None)
+        return [y]
+
+
+_OPERATION = _MatmulAllReduce()

@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.autograd import once_differentiable
-from tpfused.group import resolve_group
-from tpfused.kernels.act_backward import bias_grad
+from tpfused.group import TPGroup
+from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
-from tpfused.overlap.calls import Link, Rows
-from tpfused.overlap.tiers import choose
+from tpfused.overlap.operators import Operation
+from tpfused.overlap.plain import act_gradient, gather_rows, scatter_rows
+from tpfused.overlap.plans import Call, all_features, look_up, plan_of, split_at
 from tpfused.sharding import shard_size
 
 NAME = "matmul_reduce_scatter"
@@ -25,6 +22,7 @@ def matmul_reduce_scatter(
     bias: Tensor | None = None,
     *,
     sequence_dim: int = 0,
+    in_features: int | None = None,
     group=None,
     mesh=None,
 ) -> Tensor:
@@ -37,6 +35,8 @@ def matmul_reduce_scatter(
         x_shard_k: ``[..., k]``, all tokens, this rank's input features.
         weight: ``[n, k]``.
         bias: ``[n]``, the same on each rank; its gradient is of this rank's tokens alone.
+        in_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
+            these: weights that come without share one.
         group, mesh: as for the layers.
 
     Returns:
@@ -45,42 +45,56 @@ def matmul_reduce_scatter(
     Raises:
         ValueError, TypeError: as `RowParallelLinear`; before any collective.
     """
-    tp = resolve_group(group, mesh)
-    checks.check_operands(x_shard_k, weight, bias, NAME)
-    dim = checks.token_dim(x_shard_k, sequence_dim, NAME)
-    chosen = choose(tp, x_shard_k)
-    # What decides must be the same on every rank: not its input features, of which it may have none.
-    if chosen is None or torch.is_autocast_enabled("cuda") or min(*x_shard_k.shape[:-1], weight.shape[0]) == 0:
-        return reference.row_parallel_linear(x_shard_k, weight, bias, tp, input_is_parallel=True, sequence_dim=dim)
-    batch = calls.batch_of(x_shard_k, dim)
-    rows = Rows(x_shard_k.shape[dim], math.prod(batch))
-    y = _MatmulReduceScatter.apply(calls.to_rows(x_shard_k, dim), weight, bias, rows, Link(*chosen))
-    return calls.from_rows(y, shard_size(rows.tokens, tp.size, tp.rank), batch, dim)
+    weights, biases = (weight,), (bias,)
+    call = look_up(_prepare, group, mesh, x_shard_k, weights, biases, sequence_dim, in_features)
+    return _OPERATION(call, x_shard_k, weights, biases)[0]
 
 
-class _MatmulReduceScatter(torch.autograd.Function):
+def _prepare(tp: TPGroup, x, weights, biases, sequence_dim, in_features) -> Call:
+    (weight,), (bias,) = weights, biases
+    checks.check_operands(x, weight, bias, NAME)
+    dim = checks.token_dim(x, sequence_dim, NAME)
+    inputs = all_features(in_features, weight.shape[1], weight, tp, f"{NAME}: in_features")
+    tokens = x.shape[dim]
+    own = shard_size(tokens, tp.size, tp.rank)
+    leading = None if x.ndim == 2 else (*x.shape[:dim], own, *x.shape[dim + 1 : -1])
+    return Call(plan_of(tp, None, tokens, *split_at(x, dim), inputs, weight.shape[0], leading), dim)
+
+
+class _MatmulReduceScatter(Operation):
     """x_shard_k [total, k], w_shard_k [n, k] -> y_shard_m [own, n].
 
     forward: reduce-scatter of the parts beside the matmul. dgrad: all-gather of dy beside it. wgrad: uses the same.
     dbias: none, the sum of this rank's tokens. Saved: x_shard_k and the weight.
     """
 
-    @staticmethod
-    def forward(ctx, x, weight, bias, rows, link):
-        x, weight = x.contiguous(), calls.as_matrix(weight)
-        bias = None if bias is None else bias.contiguous()
-        own = shard_size(rows.tokens, link.communicator.size, link.communicator.rank) * rows.each
-        ctx.rows, ctx.link = rows, link
-        ctx.save_for_backward(x, weight)
-        return calls.matmul_reduce_scatter(link, x, weight, bias, rows, own)
+    name = NAME
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, dy):
-        x, weight = ctx.saved_tensors
-        needs_x, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        dy = dy.contiguous()
+    def forward(self, chosen, plan, training, x, weights, biases):
+        (weight,), (bias,) = weights, biases
+        if chosen is None:
+            y = scatter_rows(product(x, weight.T), plan)
+            return [y if bias is None else y + bias], []
+        return [calls.matmul_reduce_scatter(chosen, plan, x, weight, bias)], []
+
+    def backward(self, chosen, plan, needs, grads, x, weights, kept):
+        (dy,), (weight,) = grads, weights
+        dy, dbias = act_gradient(dy, None, None, needs.biases)
         dx = dweight = None
-        if needs_x or needs_weight:
-            dx, dweight = calls.row_backward(ctx.link, dy, x, weight, ctx.rows, needs_x, needs_weight)
-        return dx, dweight, bias_grad(dy) if needs_bias else None, None, None
+        if chosen is not None and (needs.x or needs.weights):
+            dx, dweight = calls.row_backward(chosen, plan, needs, dy, x, weight)
+        elif needs.x or needs.weights:
+            dy = gather_rows(dy, plan)
+            dx = product(dy, weight) if needs.x else None
+            dweight = product(dy.T, x) if needs.weights else None
+        return dx, [dweight], [dbias]
+
+    def plain(self, plan, dim, x, weights, biases):
+        y = reference.row_parallel_linear(x, weights[0], biases[0], plan.tp, input_is_parallel=True, sequence_dim=dim)
+        return [y]
+
+    def shape(self, plan, weight):
+        return plan.own, weight.shape[0]
+
+
+_OPERATION = _MatmulReduceScatter()

@@ -6,48 +6,47 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-import torch
-from torch import Tensor
-
-from tpfused.group import TPGroup
-from tpfused.overlap.communicator import TYPES, Communicator, communicator_of
-
 TIERS = ("nccl", "p2p")  # in the extension's order
-NAMES = (*TIERS, "reference")
-_forced: list[str] = []
+NAMES = ("measured", "first", *TIERS, "reference")
+exact = [False]  # whether all tiers must give the same bits; as of those wanted, the last one counts
+wanted = [os.environ.get("TPFUSED_TIER") or "measured"]
 
 
 @contextmanager
 def tier(name: str) -> Iterator[None]:
-    """Force a tier for the operations inside: "p2p", "nccl" or "reference" (torch's collectives, then the matmul).
+    """Say by which tier the operations inside run; all ranks must say the same.
+
+    The environment variable TPFUSED_TIER, read when the first operation is imported, says it for those outside.
+
+    Args:
+        name: "p2p", "nccl" or "reference" (torch's collective before or after the whole matmul) force that tier.
+            "first" takes the first of the three that the group has, and measures nothing; "measured", where nothing
+            else is said, the fastest. Tiers do not add in the same order: where each run must give the same bits, force
+            one, or see `deterministic`.
 
     Raises:
-        ValueError: there is no such tier.
+        ValueError: there is no such tier. The operations inside raise it where their group lacks the tier.
     """
     if name not in NAMES:
         raise ValueError(f"tier must be one of {NAMES}, not {name!r}")
-    _forced.append(name)
+    wanted.append(name)
     try:
         yield
     finally:
-        _forced.pop()
+        wanted.pop()
 
 
-def choose(group: TPGroup, x: Tensor) -> tuple[Communicator, str] | None:
-    """The communicator and tier for an operation on `x`; None: the plain path.
+@contextmanager
+def deterministic() -> Iterator[None]:
+    """The operations inside give the same bits at every run, in a CUDA graph or not, by "p2p" and by "nccl"; all ranks
+    must say so.
 
-    Raises:
-        ValueError: the tier that TPFUSED_TIER or `tier` asks for is not to be had here.
+    Each part of a sum is rounded to the dtype, and they are added in float32 in the ranks' order, by NCCL's tier too; a
+    matmul's algorithm does not depend on how its rows are cut. Nothing is measured: the first tier runs that the group
+    has, unless one is forced. "reference" is not among them, and adds as torch's collectives do.
     """
-    wanted = _forced[-1] if _forced else os.environ.get("TPFUSED_TIER")
-    if wanted is not None and wanted not in NAMES:
-        raise ValueError(f"TPFUSED_TIER must be one of {NAMES}, not {wanted!r}")
-    if wanted == "reference" or group.size == 1 or group.replicas > 1 or not x.is_cuda or x.dtype not in TYPES:
-        return None
-    capturing = torch.cuda.is_current_stream_capturing()  # uses of peers' memory are counted on the host
-    communicator = None if capturing else communicator_of(group, x.device)
-    possible = () if communicator is None else communicator.tiers
-    if wanted is not None and wanted not in possible:
-        why = " during a CUDA graph's capture" if capturing else ""
-        raise ValueError(f"tier {wanted!r} is not to be had in this group{why}, only {(*possible, 'reference')}")
-    return (communicator, wanted or possible[0]) if possible else None
+    exact.append(True)
+    try:
+        yield
+    finally:
+        exact.pop()

@@ -1,0 +1,26 @@
+#pragma once
+
+#include "group.h"
+
+namespace tpfused {
+
+// All-reduce of what is too small for anything but latency to count: one kernel, a few multiprocessors, in which every
+// rank writes into its peers' memory, through NVLink.
+//
+// One-shot: each rank writes its part to all others, and adds all parts. Two-shot: to each other what that one adds,
+// and then its sums to all others; that is less to write where there are more than two. Parts are added in float32 in
+// the ranks' order, then the bias, and rounded once.
+//
+// Two areas of each rank are used in turn, and the kernels of a group run one after the other. So nothing is
+// overwritten that a peer still reads: who has seen a peer's flags of one sum knows that the peer has finished the one
+// before.
+
+// Whether `small_all_reduce` takes it.
+bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type);
+
+// y [rows, n] = the sum over the ranks of part [rows, n], plus bias [n] or null. Contiguous; y and part aligned to 16
+// bytes.
+void small_all_reduce(Group& group, void* y, const void* part, const void* bias, int64_t rows, int64_t n, Type type,
+                      cudaStream_t stream);
+
+}  // namespace tpfused

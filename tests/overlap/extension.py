@@ -1,0 +1,167 @@
+"""A stand-in for the compiled extension, for tests without a GPU: the same calls on addresses, by torch and gloo.
+
+What lies at the addresses is computed in float32. That strides and sizes are plausible is checked.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tpfused.collectives import all_gather, all_reduce, reduce_scatter
+from tpfused.group import TPGroup
+from tpfused.overlap import calls, choice, measure, saved
+from tpfused.overlap.communicator import TYPES
+from tpfused.reference import activate
+from tpfused.sharding import shard_range
+
+DTYPES = {code: dtype for dtype, code in TYPES.items()}
+EPILOGUES = {0: None, calls.RELU: "relu", calls.GELU_TANH: "gelu_tanh"}
+
+
+class Module:
+    """Its attributes are the extension's functions."""
+
+    def __init__(self, tp: TPGroup):
+        self.tp = tp
+
+    def __getattr__(self, name):
+        def run(handle, tier, stream, workspace, workspace_bytes, type_code, *arguments):
+            assert (handle, stream) == (1, 2) and tier in (0, 1) and workspace and workspace_bytes > 0
+            getattr(Call(self.tp, DTYPES[type_code], *arguments[:8]), name)(*arguments[8:])
+
+        return run
+
+
+class Call:
+    def __init__(self, tp: TPGroup, dtype: torch.dtype, tokens, each, batch, k, n, x, w, leading):
+        self.tp, self.dtype, self.tokens, self.each, self.batch, self.k, self.n = tp, dtype, tokens, each, batch, k, n
+        self.x, self.w, self.leading = x, w, leading
+        start, stop = shard_range(tokens, tp.size, tp.rank)
+        self.total, self.own = tokens * each * batch, (stop - start) * each * batch
+
+    def at(self, address: int, rows: int, columns: int, leading: int | None = None) -> Tensor:
+        """The memory of a matrix."""
+        leading = columns if leading is None else leading
+        entries = (rows - 1) * leading + columns if rows and columns else 0
+        if not entries:
+            return torch.empty(rows, columns, dtype=self.dtype)
+        assert address and leading >= columns
+        memory = (ctypes.c_char * (entries * self.dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=self.dtype).as_strided((rows, columns), (leading, 1))
+
+    def read(self, *place: int | None) -> Tensor:
+        return self.at(*place).float()
+
+    def weight(self) -> Tensor:
+        return self.read(self.w, self.n, self.k, self.leading)
+
+    def bias(self, address: int, n: int) -> Tensor | None:
+        return self.read(address, 1, n)[0] if address else None
+
+    def gathered(self, rows: Tensor) -> Tensor:
+        tokens = rows.reshape(self.batch, self.own // (self.each * self.batch), self.each * rows.shape[1])
+        return all_gather(tokens, 1, self.tokens, self.tp).view(self.total, rows.shape[1])
+
+    def scattered(self, rows: Tensor) -> Tensor:
+        tokens = rows.reshape(self.batch, self.tokens, self.each * rows.shape[1])
+        return reduce_scatter(tokens, 1, self.tp).view(self.own, rows.shape[1])
+
+    def multiply(self, x: Tensor, w: Tensor, epilogue: int, bias: int, pre: int) -> Tensor:
+        y = F.linear(x, w, self.bias(bias, w.shape[0]))
+        if pre:
+            assert epilogue == calls.GELU_TANH
+            self.at(pre, *y.shape).copy_(y)
+        return activate(y, EPILOGUES[epilogue])
+
+    def all_gather_matmul(self, columns) -> None:
+        x = self.gathered(self.read(self.x, self.own, self.k))
+        for n, w, leading, y, epilogue, bias, pre in columns:
+            result = self.multiply(x, self.read(w, n, self.k, leading), epilogue, bias, pre)
+            self.at(y, self.total, n).copy_(result)
+
+    def column_backward(self, dx, wants_dx, wants_dw, columns) -> None:
+        x = self.gathered(self.read(self.x, self.own, self.k))
+        parts = torch.zeros(self.total, self.k)
+        for n, w, leading, dpre, dw in columns:
+            dpre = self.read(dpre, self.total, n)
+            parts += dpre @ self.read(w, n, self.k, leading)
+            if wants_dw:
+                self.at(dw, n, self.k).copy_(dpre.T @ x)
+        if wants_dx:
+            self.at(dx, self.own, self.k).copy_(self.scattered(parts))
+
+    def matmul_reduce_scatter(self, y, bias) -> None:
+        sums = self.scattered(self.read(self.x, self.total, self.k) @ self.weight().T)
+        self.at(y, self.own, self.n).copy_(sums + self.bias(bias, self.n) if bias else sums)
+
+    def row_backward(self, dy, dx, dw, wants_dx, wants_dw) -> None:
+        dy = self.gathered(self.read(dy, self.own, self.n))
+        if wants_dx:
+            self.at(dx, self.total, self.k).copy_(dy @ self.weight())
+        if wants_dw:
+            self.at(dw, self.n, self.k).copy_(dy.T @ self.read(self.x, self.total, self.k))
+
+    def matmul_all_reduce(self, y, bias) -> None:
+        sums = all_reduce(self.read(self.x, self.total, self.k) @ self.weight().T, self.tp)
+        self.at(y, self.total, self.n).copy_(sums + self.bias(bias, self.n) if bias else sums)
+
+    def whole_input_backward(self, dpre, dx, dw, wants_dw) -> None:
+        dpre = self.read(dpre, self.total, self.n)
+        self.at(dx, self.total, self.k).copy_(all_reduce(dpre @ self.weight(), self.tp))
+        if wants_dw:
+            self.at(dw, self.n, self.k).copy_(dpre.T @ self.read(self.x, self.total, self.k))
+
+    def matmul_all_gather(self, y, epilogue, bias, pre) -> None:
+        start, stop = shard_range(self.n, self.tp.size, self.tp.rank)
+        w = self.read(self.w, stop - start, self.k, self.leading)
+        own = self.multiply(self.read(self.x, self.total, self.k), w, epilogue, bias, pre)
+        self.at(y, self.total, self.n).copy_(all_gather(own, 1, self.n, self.tp))
+
+
+class Communicator:
+    tiers, handle = ("p2p", "nccl"), 1
+
+    def __init__(self, tp: TPGroup):
+        self.module, self.rank, self.size = Module(tp), tp.rank, tp.size
+
+    def reserve(self, slot_bytes: int) -> None:
+        assert slot_bytes >= 0
+
+    def set_deterministic(self, wanted: bool) -> None:
+        pass
+
+
+@contextmanager
+def stand_in() -> Iterator[None]:
+    """Operations on CPU tensors find the stand-in, and have its tiers."""
+    made = {}
+
+    def place_of(group, device, capturing):
+        communicator = made.setdefault(group.process_group, Communicator(group))
+        return choice._Place(communicator, Communicator.tiers, "stand-in")
+
+    def lap(run: partial, calls: int, device: torch.device) -> float:
+        run()
+        return 2e-6 if run.args == (None,) else 1e-6  # the plain path takes longer
+
+    with pytest.MonkeyPatch.context() as patch:
+        for table in ("_known", "_measured", "_listed", "_places"):
+            patch.setattr(choice, table, {})
+        patch.setattr(choice, "_is_on_gpu", lambda x: True)
+        patch.setattr(choice, "_is_capturing", lambda: False)
+        patch.setattr(choice, "_place_of", place_of)
+        patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 2, raising=False)
+        patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
+        patch.setattr(calls, "WORKSPACE", 4096)
+        patch.setattr(calls, "KEPT_WORKSPACE", 16384)
+        patch.setattr(calls, "_workspaces", {})
+        patch.setattr(measure, "_lap", lap)
+        patch.setattr(saved, "load", dict)
+        patch.setattr(saved, "save", lambda place, case, us: None)
+        yield

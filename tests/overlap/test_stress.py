@@ -1,0 +1,70 @@
+"""Thousands of operations in a row: of all kinds, sizes and tiers, on two groups and two streams, by late ranks."""
+
+import random
+from contextlib import nullcontext
+
+import torch
+import torch.distributed as dist
+
+from tests.overlap.cases import ACTIVATIONS, OPERATIONS, Case, Errors, perhaps_late, poisoned, tiers_of
+from tpfused.overlap import communicator
+from tpfused.overlap.tiers import tier
+
+PARTS = 10  # after each of which the errors are looked at
+GROWTH = 32 * 2**20  # bytes that the second half may take: the driver's own
+
+
+def some_sizes(ctx, rng):
+    """Tokens, in and out features: random, of which some ranks may have none; on GPUs also two of several blocks."""
+    if ctx.device.type == "cpu":
+        return [[rng.choice((1, 2, 7, 12)), rng.choice((1, 4, 10)), rng.choice((1, 3, 8))] for _ in range(3)]
+    small = [
+        [rng.choice((1, 2, 7, 300, 1025)), rng.choice((1, 40, 130, 512)), rng.choice((1, 3, 66, 520))] for _ in range(5)
+    ]
+    return [*small, [8192, 2304, 256], [8200, 256, 2304 * ctx.world]]
+
+
+def memory_in_use(ctx):
+    """Bytes that torch has given out, and bytes that the device has not."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+
+
+def check_mixed(ctx, steps, seed):
+    communicator.set_timeout(20)
+    torch.manual_seed(seed)
+    rng = random.Random(seed)
+    on_gpu = ctx.device.type == "cuda"
+    groups = dist.group.WORLD, dist.new_group()
+    cases = [Case(ctx, name, *size, rng.choice(ACTIVATIONS)) for name in OPERATIONS for size in some_sizes(ctx, rng)]
+    lanes = [(torch.cuda.Stream() if on_gpu else None, Errors(ctx, [case.name for case in cases])) for _ in range(2)]
+    if on_gpu:
+        torch.cuda.synchronize()
+
+    def step():
+        index, (stream, errors), group = rng.randrange(len(cases)), rng.choice(lanes), rng.choice(groups)
+        name, backward = rng.choice(tiers_of(ctx)), rng.random() < 0.25
+        with torch.cuda.stream(stream) if on_gpu else nullcontext(), tier(name):
+            perhaps_late(ctx, rng)
+            errors.add(index, cases[index].error(cases[index].run(group, backward)))
+
+    with poisoned():
+        for part in range(PARTS):
+            for _ in range(steps // PARTS):
+                step()
+            for stream, errors in lanes:
+                if on_gpu:
+                    stream.synchronize()
+                errors.check(f"after {(part + 1) * steps // PARTS} operations")
+            if part == PARTS // 2 - 1 and on_gpu:
+                given_out, free = memory_in_use(ctx)
+    if on_gpu:
+        given_out_later, free_later = memory_in_use(ctx)
+        assert given_out_later <= given_out, f"{given_out_later - given_out} more bytes of torch's memory in use"
+        assert free - free_later <= GROWTH, f"{free - free_later} bytes less of the device's memory are free"
+    dist.destroy_process_group(groups[1])
+
+
+def test_mixed_operations(ranks, seed):
+    ranks.run(check_mixed, 10_000 if ranks.device == "cuda" else 100, seed, timeout=100)

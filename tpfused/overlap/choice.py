@@ -1,0 +1,246 @@
+"""Which tier an overlapped operation runs by: measured once for each case, agreed by all ranks of its group, and kept.
+
+A case is an operation, a dtype and the shape of all ranks' operands, its rows rounded to a power of two. It is the same
+on every rank: all come to one that is new to them at the same call, and measure it together. Of what is kept on disk
+the first rank's word counts, for other hosts may have other files. A known case costs one look into a dictionary.
+"""
+
+from __future__ import annotations
+
+import platform
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import tpfused
+from tpfused.group import TPGroup
+from tpfused.overlap import saved
+from tpfused.overlap.communicator import TYPES, Communicator, check_agreement, communicator_of, exchange, exists
+from tpfused.overlap.explain import Choice
+from tpfused.overlap.measure import fastest, measure
+from tpfused.overlap.tiers import NAMES, TIERS, exact, wanted
+
+Chosen = tuple[Communicator, str] | None
+Attempt = Callable[[Chosen], object]
+Shape = tuple[int, int | None, int | None]
+
+MOST = 4096  # shapes that are known, cases that are listed, and of one group cases that are measured
+
+
+@dataclass(frozen=True)
+class _Place:
+    """What a group has on its GPUs: its communicator and tiers, or why it has none. The same on all ranks."""
+
+    communicator: Communicator | None = None
+    tiers: tuple[str, ...] = ()
+    name: str = ""  # cards, hosts and versions, for which a measurement is kept
+    why_none: str = ""
+
+
+_UNKNOWN = object()
+_known: dict[tuple, Chosen] = {}
+# What was measured is not forgotten, for the other ranks remember it, and would not measure it again with this one.
+_measured: dict[tuple, Chosen] = {}
+_listed: dict[tuple, Choice] = {}
+_places: dict[tuple[dist.ProcessGroup, torch.device], _Place] = {}
+
+
+def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Attempt) -> Chosen:
+    """The communicator and tier that `operation` is to run by; None: the plain path.
+
+    Where the case is new it is measured, by all ranks of the group, unless a CUDA graph is being captured.
+
+    Args:
+        x: this rank's input, for its device and dtype.
+        shape: rows, input features and output features of all ranks: the same on each, or a call of one waits for
+            others that never come. What a rank cannot know is None.
+        attempt: runs the operation's forward once, without autograd, by what it is given: a result of this function.
+
+    Raises:
+        ValueError: the tier that TPFUSED_TIER or `tier` asks for is not to be had here; the ranks' shapes differ, which
+        is looked at where the case is new, and under TORCH_DISTRIBUTED_DEBUG=DETAIL at each call.
+    """
+    dtype = x.dtype
+    if group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+        check_agreement(group, operation, shape, dtype)
+    key = (
+        shape, operation, group.process_group, group.replicas, x.get_device(), dtype, wanted[-1], exact[-1],
+        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32, torch.is_autocast_enabled("cuda"),
+    )  # fmt: skip
+    chosen = _known.get(key, _UNKNOWN)
+    return _look_closer(key, operation, group, x, shape, attempt) if chosen is _UNKNOWN else chosen
+
+
+def made() -> list[Choice]:
+    """The choices of this process, for `explain`."""
+    return list(_listed.values())
+
+
+def bucket(rows: int) -> int:
+    """The power of two that is nearest to `rows`, by their ratio; 0 for 0."""
+    below = 1 << rows.bit_length() >> 1
+    return below if rows * rows <= 2 * below * below else 2 * below
+
+
+def _look_closer(key: tuple, operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Attempt) -> Chosen:
+    """`choose`, for a shape that is not known, or not any more."""
+    size = bucket(shape[0]), *shape[1:]
+    case = size, *key[1:]
+    if case in _measured:
+        return _know(key, _measured[case])
+    _forget_destroyed_groups()
+    dtype = "tf32" if case[-2] else str(x.dtype).removeprefix("torch.")
+    with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
+        capturing = _is_on_gpu(x) and _is_capturing()
+        place, tier, why = _settled(operation, group, x, shape, capturing)
+        us, is_measured = {}, tier is None
+        if is_measured:
+            text = " ".join([operation, dtype, *("?" if n is None else str(n) for n in size)])
+            tier, why, us = _agreed(text, place, group, x.device, attempt)
+    chosen = None if tier == "reference" else (place.communicator, tier)
+    if case in _listed or len(_listed) < MOST:
+        _listed[case] = Choice(operation, *size, dtype, group.size, tier, why, us)
+    if is_measured:
+        _measured[case] = chosen
+    return chosen if capturing else _know(key, chosen)  # what is captured unmeasured, a later call may measure
+
+
+def _know(key: tuple, chosen: Chosen) -> Chosen:
+    if len(_known) >= MOST:
+        _known.clear()
+    _known[key] = chosen
+    return chosen
+
+
+def _settled(
+    operation: str, group: TPGroup, x: Tensor, shape: Shape, capturing: bool
+) -> tuple[_Place, str | None, str]:
+    """The tier where that needs no measuring, and why; None where it does."""
+    name = wanted[-1]
+    if name not in NAMES:
+        raise ValueError(f"TPFUSED_TIER must be one of {NAMES}, not {name!r}")
+    why_plain = _why_plain(group, x, shape)
+    if why_plain:
+        if name in TIERS:
+            warnings.warn(f"tpfused: {operation} runs on the plain path, not by {name!r}: {why_plain}", stacklevel=2)
+        return _Place(), "reference", why_plain
+    if name == "reference":
+        return _Place(), name, "forced"
+    place = _place_of(group, x.device, capturing)
+    if name in TIERS and name not in place.tiers:
+        why_none = f" ({place.why_none})" if place.why_none else ""
+        raise ValueError(f"tier {name!r} is not to be had in this group, only {(*place.tiers, 'reference')}{why_none}")
+    if name in TIERS:
+        return place, name, "forced"
+    if not place.tiers:
+        return place, "reference", place.why_none
+    if name == "first":
+        return place, place.tiers[0], "not measured, as was asked for"
+    if exact[-1]:
+        return place, place.tiers[0], "not measured: deterministic"
+    if capturing:
+        return place, place.tiers[0], "not measured, for a CUDA graph was captured"
+    if sum(case[2] is group.process_group for case in _measured) >= MOST:
+        return place, place.tiers[0], f"not measured, as were {MOST} others"
+    return place, None, ""
+
+
+def _why_plain(group: TPGroup, x: Tensor, shape: Shape) -> str | None:
+    """What decides must be the same on every rank: not its own share, which may be empty."""
+    if group.size == 1:
+        return "one rank"
+    if group.replicas > 1:
+        return "several ranks hold the same shard"
+    if not _is_on_gpu(x):
+        return f"the tensors are on the {x.device.type.upper()}"
+    if x.dtype not in TYPES:
+        return f"no tier for {str(x.dtype).removeprefix('torch.')}"
+    if torch.is_autocast_enabled("cuda"):
+        return "autocast"
+    return "an operand is empty" if 0 in shape else None
+
+
+def _agreed(
+    case: str, place: _Place, group: TPGroup, device: torch.device, attempt: Attempt
+) -> tuple[str, str, saved.Times]:
+    """The fastest tier, why, and the times: those that are kept, or new ones."""
+    is_first = group.rank == 0
+    kept = saved.load().get(place.name, {}).get(case) if is_first else None
+    cases, (us, *_) = zip(*exchange((case, kept), group.process_group), strict=True)
+    if len(set(cases)) > 1:
+        raise ValueError(f"the ranks call an operation with different sizes: {', '.join(cases)}")
+    if us and set(us) == {*place.tiers, "reference"}:
+        return fastest(us), "measured before, kept on disk", us
+    candidates = {tier: partial(attempt, (place.communicator, tier)) for tier in place.tiers}
+    candidates["reference"] = partial(attempt, None)
+    us, failures = measure(candidates, device, group.process_group)
+    if is_first and not failures:  # a failure may have been for want of memory, which another process has
+        saved.save(place.name, case, us)
+    return fastest(us), "; ".join(["measured", *(f"{tier} failed on {what}" for tier, what in failures.items())]), us
+
+
+def _place_of(group: TPGroup, device: torch.device, capturing: bool) -> _Place:
+    key = group.process_group, device
+    if key not in _places:
+        if capturing:
+            return _Place(why_none="its first operation was captured in a CUDA graph: run one before")
+        _places[key] = _look_around(group, device)
+    return _places[key]
+
+
+def _look_around(group: TPGroup, device: torch.device) -> _Place:
+    communicator, why_none = None, ""
+    try:
+        communicator = communicator_of(group, device)
+    except Exception as error:  # on one rank, perhaps: the others must not use theirs
+        why_none = f"{type(error).__name__}: {error}"
+    tiers = communicator.tiers if communicator else ()
+    told = exchange((why_none, tiers, _card(device), platform.node()), group.process_group)
+    all_why, all_tiers, cards, hosts = zip(*told, strict=True)
+    for rank, why_none in enumerate(all_why):
+        if why_none:
+            why_none = f"rank {rank} has no communicator: {why_none}"
+            warnings.warn(f"tpfused: collectives are not overlapped with matmuls, for {why_none}", stacklevel=2)
+            return _Place(why_none=why_none)
+    if not all(all_tiers):
+        return _Place(why_none="a rank lacks the compiled extension")
+    tiers = tuple(tier for tier in tiers if all(tier in others for others in all_tiers))
+    built = communicator.module.build_info()
+    all_cards = " + ".join(f"{count} x {card}" for card, count in sorted(Counter(cards).items()))
+    name = (
+        f"{all_cards}, hosts: {len(set(hosts))}, tiers: {' '.join(tiers)}, tpfused {tpfused.__version__} "
+        f"{built['sources']}, torch {torch.__version__}, NCCL {built['nccl_loaded']}"
+    )
+    return _Place(communicator, tiers, name)
+
+
+def _forget_destroyed_groups() -> None:
+    groups = {case[2] for case in (*_measured, *_listed)} | {key[0] for key in _places}
+    dead = {group for group in groups - {None} if not exists(group)}
+    if dead:
+        _known.clear()
+        for table, index in ((_measured, 2), (_listed, 2), (_places, 0)):
+            for key in [key for key in table if key[index] in dead]:
+                del table[key]
+
+
+# What tests without a GPU replace.
+
+
+def _is_on_gpu(x: Tensor) -> bool:
+    return x.is_cuda
+
+
+def _is_capturing() -> bool:
+    return torch.cuda.is_current_stream_capturing()
+
+
+def _card(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device)

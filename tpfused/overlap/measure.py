@@ -1,0 +1,72 @@
+"""Which of several ways to do the same is the fastest, by the clock of the slowest rank."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+
+from tpfused.overlap.communicator import exchange
+
+ROUNDS = 7  # in each of which all candidates take their turn, so that a busy moment hits them alike
+LAP = 2e-3  # seconds that a candidate's turn takes at least, unless that is more than so many calls:
+MOST_CALLS = 50
+NOISE = 0.01  # of the plain path's time: what a tier must gain to be taken
+
+
+@torch.no_grad()
+def measure(
+    candidates: dict[str, Callable[[], object]], device: torch.device, process_group: dist.ProcessGroup
+) -> tuple[dict[str, float], dict[str, str]]:
+    """Time all `candidates`, which run on the current stream. All ranks call this together, and get the same.
+
+    Returns:
+        Microseconds a call, the median over the rounds, each that of the slowest rank; and what the candidates raised
+        that failed on any rank.
+    """
+    laps, failures, calls = {name: [] for name in candidates}, {}, 2
+    for turn in range(1 + ROUNDS):  # the first warms up
+        for name in list(laps):
+            told = exchange(_lap(candidates[name], calls, device), process_group)
+            failed = [f"rank {rank}: {lap}" for rank, lap in enumerate(told) if isinstance(lap, str)]
+            if failed:
+                failures[name] = failed[0]
+                del laps[name]
+            else:
+                laps[name].append(max(told))
+        if turn == 0:
+            shortest = min((first for (first,) in laps.values()), default=LAP)
+            calls = min(MOST_CALLS, math.ceil(LAP / shortest))
+    return {name: round(statistics.median(times[1:]) * 1e6, 2) for name, times in laps.items()}, failures
+
+
+def fastest(us: dict[str, float]) -> str:
+    """The tier to take: "reference", the plain path, where no other gains more than noise, or none was measured."""
+    best = min(us, key=us.__getitem__, default="reference")
+    worth_it = "reference" not in us or us[best] < (1 - NOISE) * us["reference"]
+    return best if worth_it else "reference"
+
+
+def _lap(run: Callable[[], object], calls: int, device: torch.device) -> float | str:
+    """Seconds a call, or what it raised.
+
+    As a user meets it: from an idle GPU on, calls back to back. Where they are small, the GPU waits for the host to
+    launch them, and their time is the host's; events around the kernels alone would not count that.
+    """
+    stream = torch.cuda.current_stream(device)
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    try:
+        run()  # not timed: it may compile or allocate, and the ranks do not come here at the same moment
+        stream.synchronize()
+        start.record(stream)
+        for _ in range(calls):
+            run()
+        end.record(stream)
+        end.synchronize()
+        return start.elapsed_time(end) * 1e-3 / calls
+    except Exception as error:  # whatever it is: the operation has other ways
+        message, *_ = str(error).splitlines() or [""]
+        return f"{type(error).__name__}: {message}"

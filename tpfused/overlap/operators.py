@@ -1,0 +1,230 @@
+"""How a call comes to an overlapped operation's functions.
+
+An eager call on plain tensors goes straight to them: torch's dispatcher takes as much host time as a small matmul does.
+Compiled code and tensor subclasses go through operators of torch's, which choose a tier when they run: tracing makes no
+communicator.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfused.autograd import once_differentiable, records_gradient
+from tpfused.group import resolve_group
+from tpfused.overlap.choice import Chosen, choose
+from tpfused.overlap.plans import Call, Operands, Plan, plan_of, to_rows
+from tpfused.overlap.tiers import deterministic, exact
+from tpfused.reference import autocast_dtype
+
+
+class Needs(NamedTuple):
+    """Which gradients are wanted: of x, of any weight, of any bias."""
+
+    x: bool
+    weights: bool
+    biases: bool
+
+
+class Operation:
+    """An overlapped operation, with one or several weights.
+
+    Subclasses say in their docstrings what they exchange and save, and define the functions below, on matrices of any
+    strides. `chosen` is what `choose` gave.
+    """
+
+    name: str
+
+    def forward(
+        self, chosen: Chosen, plan: Plan, training: bool, x: Tensor, weights: Operands, biases: Operands
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """-> new results, and in training, if the plan `keeps_pre`, new ``[total, this rank's n]`` pre-activations.
+
+        With a tier, x may have more dimensions, and so may the results, as the plan's `leading` says.
+        """
+        raise NotImplementedError
+
+    def backward(
+        self, chosen: Chosen, plan: Plan, needs: Needs, grads: Operands, x: Tensor, weights: Operands, kept: Operands
+    ) -> tuple[Tensor | None, Operands, Operands]:
+        """-> new gradients of x, weights and biases, None for those not needed. `kept`: the pre-activations, or the
+        results of relu."""
+        raise NotImplementedError
+
+    def plain(self, plan: Plan, dim: int, x: Tensor, weights: Operands, biases: Operands) -> Sequence[Tensor]:
+        """Nothing overlapped, differentiable, with x as the user gave it, its tokens at `dim`."""
+        raise NotImplementedError
+
+    def shape(self, plan: Plan, weight: Tensor) -> tuple[int, int]:
+        """Of a weight's result."""
+        return plan.total, weight.shape[0]
+
+    def attempt(
+        self,
+        chosen: Chosen,
+        plan: Plan,
+        dim: int | None,
+        training: bool,
+        x: Tensor,
+        weights: Operands,
+        biases: Operands,
+    ) -> None:
+        """What `choose` measures: what a call does forward if this is chosen. `dim` is None in an operator."""
+        if chosen is None and dim is not None:
+            self.plain(plan, dim, x, weights, biases)
+        else:
+            self.forward(chosen, plan, training, to_rows(x), weights, biases)
+
+    def __init__(self):
+        self._operator = _operator_of(self)
+        # A class of its own, for the name that profiles and `grad_fn` show.
+        self._function = type(type(self).__name__.removeprefix("_"), (_Function,), {})
+
+    def __call__(self, call: Call, x: Tensor, weights: Operands, biases: Operands) -> Sequence[Tensor]:
+        plan, dim, direct = call
+        training = records_gradient(x, *weights, *biases)
+        chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
+        if chosen is None and (direct or _is_plain(plan, x)):
+            return self.plain(plan, dim, x, weights, biases)
+        if not direct:
+            results = self._operator(
+                to_rows(x), list(weights), [bias for bias in biases if bias is not None], plan.activation,
+                [plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0], training,
+                plan.tp.process_group.group_name,
+            )[: len(weights)]  # fmt: skip
+        elif training:
+            results = self._function.apply(self, chosen, plan, x, *weights, *biases)
+        else:
+            results, _ = self.forward(chosen, plan, False, x, weights, biases)
+        if plan.leading is None:
+            return results
+        return [y if y.ndim > 2 else y.view(*plan.leading, y.shape[-1]) for y in results]
+
+    def choose(
+        self, plan: Plan, dim: int | None, training: bool, x: Tensor, weights: Operands, biases: Operands
+    ) -> Chosen:
+        def attempt(chosen: Chosen) -> None:
+            self.attempt(chosen, plan, dim, training, x, weights, biases)
+
+        return choose(self.name, plan.tp, x, plan.shape, attempt)
+
+
+def _is_plain(plan: Plan, x: Tensor) -> bool:
+    """Whether nothing can be overlapped, for reasons that every rank knows: the plain path can be traced."""
+    return plan.tp.size == 1 or plan.tp.replicas > 1 or 0 in plan.shape or autocast_dtype(x) is not None
+
+
+class _Function(torch.autograd.Function):
+    """An operation in eager mode, with gradients."""
+
+    @staticmethod
+    def forward(ctx, operation, chosen, plan, x, *operands):
+        count = len(operands) // 2
+        weights = operands[:count]
+        results, pres = operation.forward(chosen, plan, True, x, weights, operands[count:])
+        ctx.operation, ctx.chosen, ctx.plan, ctx.exact = operation, chosen, plan, exact[-1]
+        ctx.save_for_backward(x, *weights, *(results if plan.activation == "relu" else pres))
+        return tuple(results)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, *grads):
+        count = len(grads)
+        x, *saved = ctx.saved_tensors
+        needs_x, *needs = ctx.needs_input_grad[3:]
+        needs = Needs(needs_x, any(needs[:count]), any(needs[count:]))
+        dys, kept = ([to_rows(tensor) for tensor in tensors] for tensors in (grads, saved[count:]))
+        with deterministic() if ctx.exact else nullcontext():
+            dx, dweights, dbiases = ctx.operation.backward(
+                ctx.chosen, ctx.plan, needs, dys, to_rows(x), saved[:count], kept
+            )
+        return None, None, None, None if dx is None else dx.view(x.shape), *dweights, *dbiases
+
+
+def _operator_of(operation: Operation) -> Callable:
+    """`operation` as ``torch.ops.tpfused.<name>``, and its derivative as ``<name>_backward``.
+
+    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known; `group` is a process group's
+    name.
+    """
+
+    def forward(
+        x: Tensor,
+        weights: list[Tensor],
+        biases: list[Tensor],
+        activation: str | None,
+        sizes: list[int],
+        training: bool,
+        group: str,
+    ) -> list[Tensor]:
+        plan, biases = _plan_of(group, activation, sizes), biases or [None] * len(weights)
+        chosen = operation.choose(plan, None, training, x, weights, biases)
+        results, pres = operation.forward(chosen, plan, training, x, weights, biases)
+        return [*results, *pres]
+
+    def fake_forward(x, weights, biases, activation, sizes, training, group):
+        plan = _plan_of(group, activation, sizes)
+        results = [x.new_empty(operation.shape(plan, weight)) for weight in weights]
+        pres = weights if training and plan.keeps_pre else []
+        return results + [x.new_empty(plan.total, weight.shape[0]) for weight in pres]
+
+    def backward(
+        grads: list[Tensor],
+        x: Tensor,
+        weights: list[Tensor],
+        kept: list[Tensor],
+        activation: str | None,
+        sizes: list[int],
+        needs: list[bool],
+        group: str,
+    ) -> list[Tensor]:
+        plan = _plan_of(group, activation, sizes)
+        chosen = operation.choose(plan, None, True, x, weights, [None] * len(weights))  # known since forward, as a rule
+        dx, dweights, dbiases = operation.backward(chosen, plan, Needs(*needs), grads, x, weights, kept)
+        return [grad for grad in (dx, *dweights, *dbiases) if grad is not None]
+
+    def fake_backward(grads, x, weights, kept, activation, sizes, needs, group):
+        needs = Needs(*needs)
+        dx = [x.new_empty(x.shape)] if needs.x else []
+        dweights = [weight.new_empty(weight.shape) for weight in weights] if needs.weights else []
+        dbiases = [weight.new_empty(weight.shape[0]) for weight in weights] if needs.biases else []
+        return dx + dweights + dbiases
+
+    def save(ctx, inputs, output):
+        x, weights, biases, ctx.activation, ctx.sizes, _, ctx.group = inputs
+        ctx.count, ctx.bias_count = len(weights), len(biases)
+        ctx.set_materialize_grads(False)  # the pre-activations have none
+        ctx.save_for_backward(x, *weights, *(output if ctx.activation == "relu" else output[ctx.count :]))
+
+    def gradients(ctx, grads):
+        x, *saved = ctx.saved_tensors
+        weights, kept = saved[: ctx.count], saved[ctx.count :]
+        plan = _plan_of(ctx.group, ctx.activation, ctx.sizes)
+        grads = [
+            x.new_zeros(operation.shape(plan, weight)) if grad is None else grad
+            for grad, weight in zip(grads, weights, strict=False)
+        ]
+        needs = Needs(ctx.needs_input_grad[0], *map(any, ctx.needs_input_grad[1:3]))
+        given = iter(derivative(grads, x, weights, kept, ctx.activation, ctx.sizes, list(needs), ctx.group))
+        dx = next(given) if needs.x else None
+        dweights = [next(given) if needs.weights else None for _ in weights]
+        dbiases = [next(given) if needs.biases else None for _ in range(ctx.bias_count)]
+        return dx, dweights, dbiases, None, None, None, None
+
+    derivative = torch.library.custom_op(f"tpfused::{operation.name}_backward", backward, mutates_args=())
+    derivative.register_fake(fake_backward)
+    operator = torch.library.custom_op(f"tpfused::{operation.name}", forward, mutates_args=())
+    operator.register_fake(fake_forward)
+    operator.register_autograd(gradients, setup_context=save)
+    return operator
+
+
+def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
+    tokens, each, batch, inputs, outputs = sizes
+    tp = resolve_group(dist.distributed_c10d._resolve_process_group(group))
+    return plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)

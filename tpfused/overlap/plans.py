@@ -1,0 +1,135 @@
+"""How a call of an overlapped operation is checked and planned: once for arguments of the same kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfused.group import TPGroup, resolve_group
+from tpfused.overlap.communicator import exists
+from tpfused.reference import autocast_dtype
+from tpfused.sharding import padded_shard_size, shard_size
+
+Operands = Sequence[Tensor | None]  # weights or biases
+MOST_CALLS = 4096  # remembered at a time
+
+
+class Plan(NamedTuple):
+    """What an operation must know besides its tensors. Sizes are of all ranks together."""
+
+    tp: TPGroup
+    activation: str | None
+    tokens: int  # where ranks own rows, these are split, like `torch.chunk`
+    each: int  # rows a token, one after the other
+    batch: int  # times all tokens, of which a rank's own lie together
+    inputs: int | None  # features; None: this rank does not know
+    outputs: int | None
+    total: int  # rows
+    own: int  # rows of this rank
+    padded: int  # rows of as many ranks, if all had as many as the first
+    shape: tuple[int, int | None, int | None]  # rows, inputs, outputs
+    leading: tuple[int, ...] | None  # a result's dimensions before its features; None: it is a matrix
+
+    @property
+    def keeps_pre(self) -> bool:
+        """Whether the derivative needs the pre-activation; relu's can be told from the result."""
+        return self.activation not in (None, "relu")
+
+
+def plan_of(
+    tp: TPGroup,
+    activation: str | None,
+    tokens: int,
+    each: int,
+    batch: int,
+    inputs: int | None,
+    outputs: int | None,
+    leading: tuple[int, ...] | None = None,
+) -> Plan:
+    rows = each * batch  # of a token
+    total, own = tokens * rows, shard_size(tokens, tp.size, tp.rank) * rows
+    padded = padded_shard_size(tokens, tp.size) * tp.size * rows
+    shape = total, inputs, outputs
+    return Plan(tp, activation, tokens, each, batch, inputs, outputs, total, own, padded, shape, leading)
+
+
+def split_at(x: Tensor, dim: int) -> tuple[int, int]:
+    """Rows a token, and times all tokens, of ``[..., features]`` whose tokens are at `dim`."""
+    return x.shape[dim + 1 : -1].numel(), x.shape[:dim].numel()
+
+
+class Call(NamedTuple):
+    """A plan, which dimension of x is the tokens', and whether the call is `direct`: eager, on plain tensors."""
+
+    plan: Plan
+    dim: int = 0
+    direct: bool = False
+
+
+def look_up(make: Callable[..., Call], group, mesh, x: Tensor, weights: Operands, biases: Operands, *options) -> Call:
+    """``make(tp, x, weights, biases, *options)``, which also refuses what is wrong with them."""
+    key = None if torch.compiler.is_compiling() else _kind(make, group, mesh, x, weights, biases, options)
+    try:
+        call = None if key is None else _calls.get(key)
+    except TypeError:  # something in it can't be a key, nor be right
+        call = key = None
+    if call is not None:
+        return call
+    tp = resolve_group(group, mesh)
+    call = make(tp, x, weights, biases, *options)
+    if key is None:
+        return call
+    _forget_destroyed_groups()
+    if tp.process_group is not None:
+        _groups.add(tp.process_group)
+    call = _calls[key] = call._replace(direct=True)
+    return call
+
+
+_calls: dict[tuple, Call] = {}
+_groups: set[dist.ProcessGroup] = set()  # of these calls
+_PLAIN = frozenset((Tensor, nn.Parameter))  # subclasses may stand for something else
+
+
+def _kind(make, group, mesh, x, weights, biases, options) -> tuple | None:
+    """All that a call and its checks depend on; None where that is more than can be told here."""
+    kind = [make, dist.group.WORLD if group is None else group, mesh, len(weights), *options]
+    for tensor in (x, *weights, *biases):
+        if type(tensor) in _PLAIN:
+            kind += tensor.shape, tensor.dtype, tensor.device
+        elif tensor is None:
+            kind.append(None)
+        else:
+            return None
+    if torch._C._is_any_autocast_enabled():
+        kind.append(autocast_dtype(x))
+    return tuple(kind)
+
+
+def _forget_destroyed_groups() -> None:
+    if len(_calls) >= MOST_CALLS or not all(map(exists, _groups)):
+        _calls.clear()
+        _groups.clear()
+
+
+def all_features(given: int | None, own: int, weight: Tensor, tp: TPGroup, what: str) -> int | None:
+    """The features `given` of all ranks, of which this rank's weight must have its `own`. `what`: how they are called.
+
+    Raises:
+        ValueError: they are not split like this.
+    """
+    if given is not None and shard_size(given, tp.size, tp.rank) != own:
+        raise ValueError(
+            f"{what} {given}: rank {tp.rank} of {tp.size} owns {shard_size(given, tp.size, tp.rank)} of them, but its "
+            f"weight has shape {tuple(weight.shape)}"
+        )
+    return given
+
+
+def to_rows(x: Tensor) -> Tensor:
+    """``[..., features]`` -> ``[rows, features]``."""
+    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
