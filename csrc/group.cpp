@@ -59,8 +59,8 @@ PeerMemory::~PeerMemory() {
   cudaFree(own_);
 }
 
-Group::Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_processors)
-    : device(device), rank(rank), size(size), nccl_processors(nccl_processors), awaited_(PeerMemory::slots * size) {
+Group::Group(int device, int rank, int size)
+    : device(device), rank(rank), size(size), awaited_(PeerMemory::slots * size) {
   DeviceGuard guard(device);
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
@@ -69,10 +69,6 @@ Group::Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_pr
   marks_.resize(size, nullptr);
   for (cudaEvent_t& mark : marks_) check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate");
   check(cudaEventCreateWithFlags(&small_sum_ended_, cudaEventDisableTiming), "cudaEventCreate");
-  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-  config.minCTAs = 1;
-  config.maxCTAs = nccl_processors;
-  check(ncclCommInitRankConfig(&nccl, size, id, rank, &config), "ncclCommInitRank");
   void* memory = nullptr;
   check(cudaHostAlloc(&memory, sizeof(Replays), cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
   replays_ = new (memory) Replays{};
@@ -81,6 +77,15 @@ Group::Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_pr
   check(cudaMemset(replayed_, 0, 2 * sizeof(uint32_t)), "cudaMemset");
   watchdog = std::make_unique<Watchdog>(
       device, replays_, [this](const std::string& operation, double seconds) { give_up(operation, seconds); });
+}
+
+void Group::connect_nccl(const ncclUniqueId& id, int processors) {
+  DeviceGuard guard(device);
+  ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+  config.minCTAs = 1;
+  config.maxCTAs = processors;
+  check(ncclCommInitRankConfig(&nccl, size, id, rank, &config), "ncclCommInitRank");
+  nccl_processors = processors;
 }
 
 void Group::check_alive() {

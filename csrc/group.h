@@ -91,13 +91,16 @@ class PeerMemory {
 // What this rank needs to overlap a group's collectives with its matmuls. One a process group and device.
 class Group {
  public:
-  Group(int device, int rank, int size, const ncclUniqueId& id, int nccl_processors);
+  Group(int device, int rank, int size);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
+  // For the NCCL tier, by all ranks together; NCCL may take so many multiprocessors.
+  void connect_nccl(const ncclUniqueId& id, int processors);
+
   const int device, rank, size;
-  const int nccl_processors;  // as many as NCCL may take
+  int nccl_processors = 0;
   ncclComm_t nccl = nullptr;
   cudaStream_t transfers = nullptr;  // copies and collectives
   std::mutex mutex;                  // held while an operation is enqueued

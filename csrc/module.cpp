@@ -79,20 +79,22 @@ PyObject* nccl_unique_id(PyObject*, PyObject*) {
 }
 
 PyObject* group_create(PyObject*, PyObject* args) {
-  int device, rank, size, nccl_processors;
+  int device, rank, size;
+  if (!PyArg_ParseTuple(args, "iii:group_create", &device, &rank, &size)) return nullptr;
+  return guarded([&] { return PyLong_FromVoidPtr(new Group(device, rank, size)); });
+}
+
+PyObject* group_connect_nccl(PyObject*, PyObject* args) {
+  long long group;
   const char* bytes;
   Py_ssize_t length;
-  if (!PyArg_ParseTuple(args, "iiiy#i:group_create", &device, &rank, &size, &bytes, &length, &nccl_processors))
-    return nullptr;
-  return guarded([&]() -> PyObject* {
+  int processors;
+  if (!PyArg_ParseTuple(args, "Ly#i:group_connect_nccl", &group, &bytes, &length, &processors)) return nullptr;
+  return unlocked([&] {
     ncclUniqueId id;
     if (length != sizeof id.internal) throw std::runtime_error("an NCCL id has 128 bytes");
     std::memcpy(id.internal, bytes, sizeof id.internal);
-    Group* group = nullptr;
-    PyObject* none = unlocked([&] { group = new Group(device, rank, size, id, nccl_processors); });
-    if (!none) return nullptr;
-    Py_DECREF(none);
-    return PyLong_FromVoidPtr(group);
+    at<Group>(group)->connect_nccl(id, processors);
   });
 }
 
@@ -331,9 +333,11 @@ PyMethodDef methods[] = {
      "What this was compiled with, and the NCCL that was loaded; versions as the libraries' own integers."},
     {"kernel_architecture", kernel_architecture, METH_VARARGS,
      "kernel_architecture(device) -> the architecture, such as 90, of the machine code that this device runs."},
-    {"nccl_unique_id", nccl_unique_id, METH_NOARGS, "What all ranks give to `group_create`, made by one of them."},
-    {"group_create", group_create, METH_VARARGS,
-     "group_create(device, rank, size, nccl_id, nccl_processors) -> group. All ranks together."},
+    {"nccl_unique_id", nccl_unique_id, METH_NOARGS,
+     "What all ranks give to `group_connect_nccl`, made by one of them."},
+    {"group_create", group_create, METH_VARARGS, "group_create(device, rank, size) -> group. Waits for no other rank."},
+    {"group_connect_nccl", group_connect_nccl, METH_VARARGS,
+     "group_connect_nccl(group, nccl_id, processors): for the NCCL tier. All ranks together."},
     {"group_destroy", group_destroy, METH_VARARGS, "group_destroy(group). Waits for no other rank."},
     {"group_allocate", group_allocate, METH_VARARGS,
      "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},

@@ -138,7 +138,9 @@ def _run(
     this rank's own. `n`: output features, all ranks' where they are gathered."""
     (communicator, tier), x = link, x.contiguous()
     dtype, itemsize, device = x.dtype, x.element_size(), x.get_device()
-    if tier != "nccl":
+    if tier == "nccl":
+        communicator.connect_nccl()
+    else:
         communicator.reserve(slot * itemsize)
     communicator.set_deterministic(exact[-1])
     stream = torch._C._cuda_getCurrentRawStream(device)

@@ -36,7 +36,7 @@ class Communicator:
         self._process_group = group.process_group
         self._device = device
         self._slot_bytes = 0
-        self._deterministic = False
+        self._deterministic = self._has_nccl = False
         self.set_timeout(_timeout)
         self.tiers = ("nccl",)
         if not self._on_one_host():
@@ -45,6 +45,29 @@ class Communicator:
             self.tiers = ("p2p", "nccl")
         else:
             self._warn_of_nccl("they do not reach each other's memory")
+
+    def connect_nccl(self) -> None:
+        """An NCCL communicator for the NCCL tier, made once. All ranks together.
+
+        Raises:
+            RuntimeError: on all ranks, where one could not make it, or a CUDA graph is being captured.
+        """
+        if self._has_nccl:
+            return
+        if torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "a CUDA graph can't be captured of NCCL's first operation: run it once before the capture"
+            )
+        ids = exchange(self.module.nccl_unique_id() if self.rank == 0 else None, self._process_group)
+        problem = ""
+        try:
+            self.module.group_connect_nccl(self.handle, ids[0], NCCL_PROCESSORS)
+        except RuntimeError as error:
+            problem = str(error)
+        for rank, told in enumerate(exchange(problem, self._process_group)):
+            if told:
+                raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
+        self._has_nccl = True
 
     def set_timeout(self, seconds: float) -> None:
         self.module.group_timeout(self.handle, seconds)
@@ -159,27 +182,23 @@ def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int],
 
 
 def _make(group: TPGroup, device: torch.device) -> Communicator | None:
-    module, handle, reason, nccl_id = None, 0, "", b""
+    module, handle, reason = None, 0, ""
     try:
         module = extension.load()
-        nccl_id = module.nccl_unique_id()
+        with torch.cuda.device(device):
+            handle = module.group_create(device.index, group.rank, group.size)
     except (extension.NotBuildable, RuntimeError) as error:
-        reason = f"lacks the compiled extension: {error}"
-    offers = exchange((reason, nccl_id), group.process_group)
-    if not any(reason for reason, _ in offers):
-        try:
-            with torch.cuda.device(device):
-                handle = module.group_create(device.index, group.rank, group.size, offers[0][1], NCCL_PROCESSORS)
-        except RuntimeError as error:
-            reason = f"could not make an NCCL communicator: {error}"
-        offers = exchange((reason, None), group.process_group)
-    reasons = {rank: reason for rank, (reason, _) in enumerate(offers) if reason}
+        reason = str(error)
+    reasons = {rank: told for rank, told in enumerate(exchange(reason, group.process_group)) if told}
     if not reasons:
         return Communicator(module, handle, group, device)
     if handle:
         module.group_destroy(handle)
     rank, reason = min(reasons.items())
-    warnings.warn(f"tpfused: collectives are not overlapped with matmuls, for rank {rank} {reason}", stacklevel=2)
+    warnings.warn(
+        f"tpfused: collectives are not overlapped with matmuls, for rank {rank} lacks the compiled extension: {reason}",
+        stacklevel=2,
+    )
     return None
 
 
