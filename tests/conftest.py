@@ -6,9 +6,12 @@ import zlib
 import pytest
 import torch
 
+from tests import interpreter
 from tests.distributed import Workers
 
 CPU_WORLD = 4
+
+interpreter.use_where_there_is_no_gpu()
 
 
 def pytest_addoption(parser):

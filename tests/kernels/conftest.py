@@ -3,10 +3,6 @@
 import pytest
 import torch
 
-from tests import interpreter
-
-interpreter.use_where_there_is_no_gpu()
-
 
 @pytest.fixture(autouse=True)
 def poisoned():

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from tests import interpreter
 from tests.compare import Block, assert_close, assert_within_rule, collectives_made, refuses, results, strided
 
-interpreter.use_where_there_is_no_gpu()  # here, and in the workers as they import this module
+interpreter.use_where_there_is_no_gpu()  # in the workers too, as they import this module
 
 from tpfused import vocab_parallel_cross_entropy  # noqa: E402
 from tpfused.group import resolve_group  # noqa: E402

@@ -58,6 +58,7 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
             rows = measure(case.on(worker.world), place, timer, argument["rounds"])
             if worker.rank == 0:
                 worker.emit("rows", rows)
+        dist.barrier()  # gloo aborts a process whose last collective is still under way when another leaves
     finally:
         dist.destroy_process_group()
 
