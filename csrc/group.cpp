@@ -154,6 +154,7 @@ void Group::begin(const char* operation, cudaStream_t stream) {
   cudaStreamCaptureStatus status;
   check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   capturing_ = status == cudaStreamCaptureStatusActive;
+  caller_ = stream;
   if (capturing_) {
     if (peers && !peers->by_device) count_on_device();
     watchdog->watch_replays(operation);
@@ -200,7 +201,8 @@ Group::Use Group::next_use() {
   int slot = static_cast<int>(use % PeerMemory::slots);
   if (!peers->by_device) return {slot, use / PeerMemory::slots + 1};
   uint32_t* number = peers->number_of_use(capturing_);
-  count_use(peers->counter(slot), number, transfers);
+  count_use(peers->counter(slot), number, caller_);
+  follow({transfers, beside}, caller_);  // else they would read the number of the last replay
   return {slot, 0, number};
 }
 

@@ -117,7 +117,7 @@ class Group {
     uint32_t number;
     const uint32_t* on_device = nullptr;
   };
-  Use next_use();
+  Use next_use();  // of an operation that has begun: whatever is enqueued from now on may use it
   // On `transfers`: wait until every peer has emptied the slot of its last use.
   void wait_until_emptied(Use use);
   // On `stream`: this rank has read all that was pushed to it.
@@ -166,6 +166,7 @@ class Group {
   MemoryOperations operations_;
   uint32_t uses_ = 0;
   bool capturing_ = false;
+  cudaStream_t caller_ = nullptr;                  // of the operation that is being enqueued
   std::vector<std::unique_ptr<PeerMemory>> kept_;  // for graphs that were captured with them
   Replays* replays_ = nullptr;                     // the host's
   uint32_t* replayed_ = nullptr;                   // its counts on the GPU

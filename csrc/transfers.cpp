@@ -13,6 +13,7 @@ void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
 void copy_among(char* all, const void* x, Rows rows, int rank, int64_t row_bytes, cudaStream_t stream) {
   const int64_t bytes = rows.count(rank) * row_bytes;
   if (bytes == 0 || rows.batch == 0) return;
+  if (rows.batch == 1) return copy(all + rows.first(rank) * row_bytes, x, bytes, stream);
   check(cudaMemcpy2DAsync(all + rows.first(rank) * row_bytes, rows.all() * row_bytes, x, bytes, bytes, rows.batch,
                           cudaMemcpyDeviceToDevice, stream),
         "cudaMemcpy2DAsync");
