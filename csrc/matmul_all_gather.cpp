@@ -38,22 +38,28 @@ struct Columns {
   }
 };
 
-// A finished block of rows is pushed into the peers' memory, and what arrives there is copied to its columns of y.
-void by_copies(const Columns& c, cudaStream_t stream) {
+// A finished block of rows is pushed into the peers' memory, and what arrives there is copied to its columns of y. The
+// own ones are multiplied to where they belong or, for the same bits, to where `by_nccl` does it: columns of y may lie
+// so that a matmul takes another algorithm.
+void by_copies(const Columns& c, Workspace& workspace, cudaStream_t stream) {
   Group& group = c.group;
   Blocks blocks(c.o.m, c.own);
+  const bool in_place = !group.deterministic;
+  const int64_t leading = in_place ? c.all : c.o.features.count(0);
+  char* staged = in_place ? nullptr : workspace.take(c.tiles.bytes(c.o.m * leading));
   auto use = group.next_use();
   auto arrivals = c.tiles.stream(Tiles::beside);
   group.wait_until_emptied(use);
   for (int block = 0; block < blocks.count; ++block) {
     int64_t first = blocks.first(block), rows = blocks.rows(block);
-    char* own = c.at(c.o.y, group.rank, first);
-    c.tiles.multiply(Tiles::caller, c.product(first, rows, own, c.all));
+    char* own = in_place ? c.at(c.o.y, group.rank, first) : staged + c.tiles.bytes(first * leading);
+    c.tiles.multiply(Tiles::caller, c.product(first, rows, own, leading));
     follow(group.transfers, stream);
+    if (!in_place) copy_columns(c.at(c.o.y, group.rank, first), c.all, own, leading, c.own, rows, c.tiles, stream);
     for (int step = 1; step < group.size; ++step) {
       int peer = (group.rank + step) % group.size;
       char* there = c.at(group.peers->slot(peer, use.slot), group.rank, first);
-      copy_columns(there, c.all, own, c.all, c.own, rows, c.tiles, group.transfers);
+      copy_columns(there, c.all, own, leading, c.own, rows, c.tiles, group.transfers);
       group.tell_arrived(use, peer, group.transfers, block + 1);
     }
   }
@@ -106,7 +112,7 @@ void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& o, Worksp
   Tiles tiles(group, o.type, o.m, workspace, stream);
   Columns columns{group, o, tiles};
   if (tier == Tier::p2p) {
-    by_copies(columns, stream);
+    by_copies(columns, workspace, stream);
   } else {
     by_nccl(columns, workspace, stream);
   }

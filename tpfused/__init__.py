@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from tpfused.layers.transformer import ParallelTransformerBlock as ParallelTransformerBlock
     from tpfused.layers.transformer import TransformerConfig as TransformerConfig
     from tpfused.overlap.all_gather_matmul import all_gather_matmul as all_gather_matmul
+    from tpfused.overlap.communicator import set_timeout as set_timeout
     from tpfused.overlap.explain import explain as explain
     from tpfused.overlap.matmul_all_gather import column_matmul as column_matmul
     from tpfused.overlap.matmul_all_gather import matmul_all_gather as matmul_all_gather
@@ -51,6 +52,7 @@ _HOME = {
     "matmul_all_reduce": "tpfused.overlap.matmul_all_reduce",
     "matmul_reduce_scatter": "tpfused.overlap.matmul_reduce_scatter",
     "rank_rng": "tpfused.random",
+    "set_timeout": "tpfused.overlap.communicator",
     "tier": "tpfused.overlap.tiers",
     "vocab_parallel_cross_entropy": "tpfused.layers.loss",
 }

@@ -13,6 +13,7 @@ from tpfused.cli.errors import UserError
 COMMANDS = {
     "info": "show versions, GPUs and their links, and what tpfused uses here",
     "train": "train a tensor-parallel Transformer beside its dense twin",
+    "check": "compare every operation and layer with the dense computation, on your GPUs",
     "bench": "measure the kernels on this machine beside what PyTorch has",
 }
 
@@ -22,6 +23,7 @@ examples:
   tpfused train                        a small model on a CPU, a larger one on all GPUs
   tpfused train --preset memory --tp 2 a Transformer split over two GPUs
   tpfused train --help                 everything that train can do
+  tpfused check                        whether all numbers are right on these GPUs
   tpfused bench kernels --quick        how fast the kernels are on this GPU
 
 `python -m tpfused` is the same command.

@@ -117,11 +117,6 @@ def needs_kernel_device(x: Tensor, what: str) -> None:
         raise ValueError(f"{what}: the Triton kernel needs a CUDA tensor, not one on {x.device}")
 
 
-def is_fast(x: Tensor) -> bool:
-    """Whether layers should run kernels on it: on CUDA from Ampere on. (Triton's interpreter is for tests.)"""
-    return x.is_cuda and capability(x.device) >= (8, 0) and is_floating(x)
-
-
 def is_floating(x: Tensor) -> bool:
     """Of a dtype that the kernels compute in: 16, 32 or 64 bits."""
     return x.is_floating_point() and x.dtype.itemsize >= 2

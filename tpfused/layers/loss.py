@@ -9,15 +9,10 @@ from tpfused import checks, reference
 from tpfused.autograd import once_differentiable
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
+from tpfused.kernels import cross_entropy as kernels
 from tpfused.layers.ids import IdCheck
+from tpfused.overlap.tiers import wanted
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
-
-try:
-    from tpfused.kernels import cross_entropy as kernels
-except ModuleNotFoundError as missing:  # Triton is not made for every platform
-    if missing.name != "triton":
-        raise
-    kernels = None
 
 REDUCTIONS = ("mean", "sum", "none")
 _label_checks: dict[torch.device, IdCheck] = {}
@@ -73,7 +68,7 @@ def vocab_parallel_cross_entropy(
         raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
     check_labels(target, vocab_size, check, ignore_index)
-    if backend is None and kernels is not None and kernels.supports(logits):
+    if backend is None and wanted[-1] != "reference" and kernels.supports(logits):
         numbers = vocab_size, ignore_index, float(label_smoothing), float(z_loss)
         overwrite = overwrite_logits and not torch.compiler.is_compiling()
         loss = _VocabParallelCrossEntropy.apply(logits, target, group, overwrite, *numbers)

@@ -7,8 +7,6 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from tpfused import checks, reference
-from tpfused.kernels.gated_act import gated_act
-from tpfused.kernels.launch import is_fast
 from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
@@ -119,7 +117,4 @@ class ParallelGatedMLP(nn.Module):
 
     def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
-        gate_up = self.gate_up(x, total_len=total_len)
-        if self.down.backend is None and is_fast(gate_up):
-            return self.down(gated_act(gate_up, activation=self.activation))
-        return self.down(reference.gated_act(gate_up, self.activation))
+        return self.down(reference.gated_act(self.gate_up(x, total_len=total_len), self.activation))

@@ -103,7 +103,7 @@ def matmul_all_gather(
     size, features = link[0].size, plan.outputs
     y = x.new_empty(*plan.leading or (plan.total,), features)
     pre = x.new_empty(plan.total, weight.shape[0]) if keeps_pre and epilogue == GELU_TANH else None
-    staged = plan.total * padded_shard_size(features, size) * (1 + size) if link[1] == "nccl" else 0
+    staged = plan.total * padded_shard_size(features, size) * (1 + size if link[1] == "nccl" else exact[-1])
     more = features, weight.data_ptr(), leading, y.data_ptr(), epilogue, _address(bias), _address(pre)
     _run(link, "matmul_all_gather", plan, x, plan.total * features, staged, *more)
     return y, pre

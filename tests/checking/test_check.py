@@ -1,0 +1,86 @@
+"""`tpfused check`: what it refuses, a whole run on the CPU, and that it sees what is wrong."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import tpfused
+from tpfused import cli
+from tpfused.checking import cases
+from tpfused.checking.cases import LAYERS, OPERATIONS, Case
+from tpfused.checking.rule import judge
+from tpfused.group import TPGroup
+
+ALONE = TPGroup(None, 0, 1)
+CPU = torch.device("cpu")
+
+
+def test_help_teaches_and_needs_no_torch():
+    code = "import sys; from tpfused.cli import main; sys.modules['torch'] = None; main(['check', '--help'])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    for words in ("usage: tpfused check", "examples:", "Exit codes:", "--case", "--gpus", "--json", "--seed"):
+        assert words in done.stdout, words
+
+
+def test_lists_every_operation_and_layer(capsys):
+    assert cli.main(["check", "--cpu", "--list"]) == 0
+    told = capsys.readouterr().out
+    for name in (*OPERATIONS, *LAYERS):
+        assert f"{name} " in told, name
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        (["--case", "no such layer"], "no case has 'no such layer'"),
+        (["--json", "/no/such/folder/x.json"], "there is no folder"),
+        (["--gpus", "99"], "99"),
+    ],
+)
+def test_wrong_use_is_one_line(options, told, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cli.main(["check", *options]) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+
+
+def test_a_whole_run(tmp_path, capfd):
+    path = tmp_path / "check.json"
+    assert cli.main(["check", "--cpu", "--seed", "3", "--json", str(path)]) == 0
+    found = json.loads(path.read_text())
+    assert found["meta"]["complete"] and found["meta"]["gpus"] == 2 and found["meta"]["seed"] == 3
+    names = {row["name"] for row in found["rows"]}
+    assert names == {*OPERATIONS, *LAYERS} and {row["tp"] for row in found["rows"]} == {1, 2}
+    assert all(row["ok"] and row["ratio"] <= 1 and not row["error"] for row in found["rows"])
+    told = capfd.readouterr().out
+    assert f"{len(found['rows'])} right, 0 wrong of {len(found['rows'])}" in told
+
+
+def test_sees_a_wrong_gradient(monkeypatch):
+    case = Case("layer", "ParallelMLP", 1, "fp64")
+    torch.manual_seed(0)
+    assert cases.run(case, ALONE, CPU).ratio <= 1
+    right = tpfused.ParallelMLP.forward
+
+    def detached(self, x):  # the dense twin, which has no group of processes either, is built before
+        return right(self, x) + (x.detach() * 1e-9).sum() if self.fc1.group is ALONE else right(self, x)
+
+    monkeypatch.setattr(tpfused.ParallelMLP, "forward", detached)
+    verdict = cases.run(case, ALONE, CPU)
+    assert verdict.ratio > 1 and verdict.tensor == "result"
+
+
+def test_the_rule():
+    exact = {"y": torch.ones(4, dtype=torch.float64)}
+    eager = {"y": torch.ones(4, dtype=torch.bfloat16)}
+
+    def ratio(*values):
+        return judge({"y": torch.tensor(values, dtype=torch.bfloat16)}, exact, eager, lambda name, x: x).ratio
+
+    assert ratio(1, 1, 1, 1) == 0 and ratio(1, 1, 1.0078125, 1) < 1
+    assert ratio(1, 1, 1.5, 1) > 1 and ratio(1, 1, float("nan"), 1) == float("inf")
+    assert ratio(1, 1, 1) == float("inf")

@@ -1,0 +1,209 @@
+"""The cases: each operation by each tier, and each layer, for a dtype and a degree of tensor parallelism."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import tpfused
+from tpfused.checking.rule import Results, Verdict, judge
+from tpfused.collectives import own_slice
+from tpfused.group import TPGroup
+from tpfused.overlap.tiers import tier
+from tpfused.placement import local, own_part, splits
+from tpfused.reference import activate
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
+# Tokens, features in and out, activation.
+SIZES = ((512, 256, 384, "gelu_tanh"), (129, 264, 66, "gelu"), (1, 64, 3, None))
+
+# The dimensions along which x, weight, bias and the result are split over the ranks; None: each has all of it.
+OPERATIONS = {
+    "all_gather_matmul": (0, 0, 0, 1),
+    "matmul_reduce_scatter": (1, 1, None, 0),
+    "matmul_all_reduce": (1, 1, None, None),
+    "column_matmul": (None, 0, 0, 1),
+    "matmul_all_gather": (None, 0, 0, None),
+}
+
+HIDDEN, FFN, HEADS, VOCABULARY, BATCH, TOKENS = 128, 320, 8, 1003, 2, 48
+
+
+@dataclass(frozen=True)
+class Layer:
+    """How to build one, and how its input and output are split: by the token dimension 0, or not at all."""
+
+    build: Callable[..., nn.Module]
+    features: int = HIDDEN  # of its input
+    splits_tokens: bool = False
+    ids: bool = False  # its input is token ids
+    in_shard: bool = False  # its input is this rank's features
+    out_shard: bool = False
+
+
+class _Loss(nn.Module):
+    def __init__(self, *, group, device, dtype):
+        super().__init__()
+        self.group = group
+        self.register_buffer("labels", torch.randint(VOCABULARY, (TOKENS, BATCH), device=device), persistent=False)
+
+    def forward(self, logits: Tensor) -> Tensor:
+        options = {"vocab_size": VOCABULARY, "label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "none"}
+        return tpfused.vocab_parallel_cross_entropy(logits, self.labels, group=self.group, **options)
+
+
+def _transformer(**place) -> nn.Module:
+    config = tpfused.TransformerConfig(
+        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=2, num_heads=HEADS, ffn_size=FFN, max_positions=TOKENS
+    )
+    return tpfused.ParallelTransformer(config, **place)
+
+
+LAYERS = {
+    "ColumnParallelLinear": Layer(
+        partial(tpfused.ColumnParallelLinear, HIDDEN, FFN, activation="gelu"), out_shard=True
+    ),
+    "ColumnParallelLinear gather_output": Layer(partial(tpfused.ColumnParallelLinear, HIDDEN, FFN, gather_output=True)),
+    "RowParallelLinear": Layer(partial(tpfused.RowParallelLinear, HIDDEN, FFN), in_shard=True),
+    "VocabParallelEmbedding": Layer(partial(tpfused.VocabParallelEmbedding, VOCABULARY, HIDDEN), ids=True),
+    "ParallelMLP": Layer(partial(tpfused.ParallelMLP, HIDDEN, FFN)),
+    "ParallelMLP sequence_parallel": Layer(
+        partial(tpfused.ParallelMLP, HIDDEN, FFN, sequence_parallel=True), splits_tokens=True
+    ),
+    "ParallelGatedMLP": Layer(partial(tpfused.ParallelGatedMLP, HIDDEN, FFN)),
+    "ParallelGatedMLP sequence_parallel": Layer(
+        partial(tpfused.ParallelGatedMLP, HIDDEN, FFN, sequence_parallel=True), splits_tokens=True
+    ),
+    "ParallelAttention": Layer(partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True)),
+    "ParallelAttention sequence_parallel": Layer(
+        partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True, sequence_parallel=True), splits_tokens=True
+    ),
+    "vocab_parallel_cross_entropy": Layer(_Loss, features=VOCABULARY, in_shard=True),
+    "ParallelTransformer": Layer(_transformer, ids=True, out_shard=True),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    kind: str  # "operation" or "layer"
+    name: str
+    tp: int
+    dtype: str
+    tier: str = "measured"
+    size: int = 0  # of SIZES
+
+    @property
+    def label(self) -> str:
+        by = f" by {self.tier}" if self.kind == "operation" else ""
+        sizes = "x".join(map(str, SIZES[self.size][:3])) if self.kind == "operation" else ""
+        return " ".join(f"{self.name}{by} {self.dtype} {sizes} tp{self.tp}".split())
+
+
+def cases(degrees: tuple[int, ...], tiers: tuple[str, ...], on_gpu: bool) -> list[Case]:
+    """All of them; on a CPU in float64, by the plain path."""
+    dtypes = ("bf16", "fp16", "fp32") if on_gpu else ("fp64",)
+    found = [
+        Case("operation", name, tp, dtype, by, size)
+        for tp in degrees
+        if tp > 1
+        for name in OPERATIONS
+        for by in tiers
+        for dtype in dtypes
+        for size in range(len(SIZES))
+    ]
+    found += [Case("layer", name, tp, dtype) for tp in degrees for name in LAYERS for dtype in dtypes[:1] + dtypes[2:]]
+    return found
+
+
+def run(case: Case, group: TPGroup, device: torch.device) -> Verdict:
+    """This rank's verdict. All ranks of the group draw the same random numbers first."""
+    dtype = DTYPES[case.dtype]
+    with tier(case.tier):
+        return (_operation if case.kind == "operation" else _layer)(case, group, device, dtype)
+
+
+def _own(dim: int | None, whole: Tensor, group: TPGroup) -> Tensor:
+    return whole if dim is None else own_slice(whole, dim, group)
+
+
+def _leaf(x: Tensor) -> Tensor:
+    return x.detach().clone().requires_grad_(x.is_floating_point())
+
+
+def _operation(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:
+    tokens, k, n, activation = SIZES[case.size]
+    by_inputs = OPERATIONS[case.name][1] == 1
+    activation = None if by_inputs else activation
+    draw = partial(torch.randn, device=device, dtype=dtype)
+    whole = {"x": draw(tokens, k), "weight": draw(n, k) * k**-0.5, "bias": draw(n)}
+    grad = draw(tokens, n)
+    dims = dict(zip((*whole, "result"), OPERATIONS[case.name], strict=True))
+
+    def dense(to: torch.dtype) -> Results:
+        leaves = {name: _leaf(x.to(to)) for name, x in whole.items()}
+        result = activate(F.linear(*leaves.values()), activation)
+        return _with_gradients(result, leaves, grad.to(to))
+
+    mine = {name: _leaf(_own(dims[name], x, group)) for name, x in whole.items()}
+    options = {"in_features": k} if by_inputs else {"out_features": n, "activation": activation}
+    if case.name == "all_gather_matmul":
+        options["total_len"] = tokens
+    result = getattr(tpfused, case.name)(*mine.values(), group=group, **options)
+    actual = _with_gradients(result, mine, _own(dims["result"], grad, group))
+    if case.name == "matmul_reduce_scatter":
+        del actual["bias"]  # of this rank's tokens alone
+    return judge(actual, dense(torch.float64), dense(dtype), lambda name, x: _own(dims[name], x, group))
+
+
+def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:
+    layer = LAYERS[case.name]
+    seed = torch.random.initial_seed()
+    module = _seeded(seed, partial(layer.build, group=group, device=device, dtype=dtype))
+    alone = _seeded(seed, partial(layer.build, group=TPGroup(None, 0, 1), device=device, dtype=dtype))
+    shape = (TOKENS, BATCH)
+    if layer.ids:
+        x = torch.randint(VOCABULARY, shape, device=device)
+    else:
+        x = torch.randn(*shape, layer.features, device=device, dtype=dtype)
+    token_dim = 0 if layer.splits_tokens else None
+    dims = {"x": -1 if layer.in_shard else token_dim, "result": -1 if layer.out_shard else token_dim}
+    grad = None
+
+    def results(model: nn.Module, x: Tensor, own: bool) -> Results:
+        nonlocal grad
+        x = _leaf(x)
+        result = model(x)
+        if grad is None:
+            grad = torch.randn_like(result)
+        model.zero_grad()
+        result.backward((_own(dims["result"], grad, group) if own else grad).to(result.dtype))
+        found = {"result": result.detach()} | ({} if layer.ids else {"x": x.grad})
+        return found | {name: local(param.grad) for name, param in model.named_parameters()}
+
+    exact = results(deepcopy(alone).double(), x if layer.ids else x.double(), own=False)
+    eager = results(alone, x, own=False)
+    actual = results(module, _own(dims["x"], x, group), own=True)
+    parameters = dict(module.named_parameters())
+
+    def part(name: str, value: Tensor) -> Tensor:
+        if name in parameters:
+            return own_part(value, splits(parameters[name]))
+        return _own(dims[name], value, group)
+
+    return judge(actual, exact, eager, part)
+
+
+def _seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(seed)
+    return build()
+
+
+def _with_gradients(result: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> Results:
+    gradients = torch.autograd.grad(result, list(leaves.values()), grad)
+    return {"result": result.detach(), **dict(zip(leaves, gradients, strict=True))}

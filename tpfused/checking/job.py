@@ -1,0 +1,88 @@
+"""`tpfused check`: starts a worker a GPU, shows a line a case, and tells at the end what was wrong."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from math import isfinite
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tpfused.checking.cases import Case, cases
+from tpfused.checking.worker import work
+from tpfused.cli.errors import UserError
+from tpfused.cli.outputs import check_writable
+from tpfused.provenance import measured_on
+from tpfused.training.launch import WorkerFailed, run_workers
+
+TIERS = {"cuda": ("p2p", "nccl"), "cpu": ("reference",)}
+CPU_WORLD = 2
+
+
+def execute(options: Mapping[str, Any]) -> int:
+    """Do what the command line asks for; returns the exit code."""
+    found = torch.cuda.device_count()
+    device = "cpu" if options["cpu"] or not found else "cuda"
+    world = options["gpus"] or (found if device == "cuda" else CPU_WORLD)
+    if device == "cuda" and world > found:
+        raise UserError(f"--gpus {world}: torch finds {found} here")
+    if options["json"]:
+        check_writable("json", options["json"])
+    degrees = tuple(degree for degree in (1, 2, 4, 8) if world % degree == 0)
+    chosen = [case for case in cases(degrees, TIERS[device], device == "cuda") if options["case"] in case.label]
+    if not chosen:
+        raise UserError(f"no case has {options['case']!r} in its name: tpfused check --list shows them")
+    if options["list"]:
+        print(*(case.label for case in chosen), sep="\n")
+        return 0
+    return _check(chosen, device, world, degrees, options)
+
+
+def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...], options: Mapping[str, Any]) -> int:
+    card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    seed = options["seed"] if options["seed"] is not None else torch.seed() % 2**31
+    print(f"{world} x {card}: {len(chosen)} cases, --seed {seed}", flush=True)
+    if device == "cpu":
+        print("no GPU here: the layers and operations are checked on their plain path, in float64", flush=True)
+    rows: list[dict[str, Any]] = []
+    started = time.monotonic()
+    code = 0
+
+    def on_event(name: str, payload: Any) -> None:
+        if name != "answer":
+            return
+        ratio, tensor, error = payload
+        case = chosen[len(rows)]
+        is_right = ratio <= 1
+        row = asdict(case) | {"label": case.label, "ok": is_right, "tensor": tensor, "error": error}
+        rows.append(row | {"ratio": round(ratio, 4) if isfinite(ratio) else None})
+        told = "ok  " if is_right else "FAIL"
+        why = error or f"{ratio:.2f} of the tolerance" + (f", {tensor}" if tensor and not is_right else "")
+        print(f"{len(rows):>4}/{len(chosen)}  {told}  {case.label}: {why}", flush=True)
+
+    argument = {"cases": chosen, "device": device, "degrees": degrees, "seed": seed}
+    try:
+        run_workers(work, argument, world, on_event)
+    except WorkerFailed as failure:
+        where = chosen[len(rows)].label if len(rows) < len(chosen) else "the end"
+        print(f"tpfused check: {failure}, at {where}\n{failure.details}", file=sys.stderr)
+        code = 1
+    except KeyboardInterrupt:
+        print("tpfused check: interrupted", file=sys.stderr)
+        code = 130
+    wrong = [row for row in rows if not row["ok"]]
+    if options["json"]:
+        found = measured_on(card, world)
+        meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}
+        meta |= {"seed": seed, "complete": len(rows) == len(chosen)}
+        Path(options["json"]).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+    seconds = time.monotonic() - started
+    print(f"{len(rows) - len(wrong)} right, {len(wrong)} wrong of {len(chosen)} in {seconds:.0f} s")
+    for row in wrong:
+        print(f"  wrong: {row['label']}: {row['error'] or row['tensor']}")
+    return code or int(bool(wrong))

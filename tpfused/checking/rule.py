@@ -1,0 +1,43 @@
+"""The tolerance of `tpfused check`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+Results = dict[str, Tensor]  # outputs and gradients by name
+CHAIN = 10  # where roundings pass through several operations, luck decides which of two computations is nearer
+
+
+class Verdict(NamedTuple):
+    """How far the worst of several tensors is from float64, in units of what is allowed."""
+
+    ratio: float
+    tensor: str
+
+
+def judge(actual: Results, exact: Results, eager: Results, part: Callable[[str, Tensor], Tensor]) -> Verdict:
+    """Compare with ``max|x - exact| <= CHAIN * (2 max|eager - exact| + 2 eps max|exact|)``.
+
+    Args:
+        actual: this rank's parts.
+        exact, eager: the whole of each, in float64 and as plain PyTorch computes it in the same dtype.
+        part: of a whole, this rank's part.
+    """
+    worst = Verdict(0.0, "")
+    for name, value in actual.items():
+        expected = part(name, exact[name])
+        if value.shape != expected.shape:
+            return Verdict(float("inf"), f"{name} (shape {tuple(value.shape)}, not {tuple(expected.shape)})")
+        if not value.numel():
+            continue
+        error = (value.double() - expected).abs().max().item()
+        allowed = 2 * (eager[name].double() - exact[name]).abs().max().item()
+        allowed += 2 * torch.finfo(value.dtype).eps * exact[name].abs().max().item()
+        ratio = error / (allowed * CHAIN) if error == error else float("inf")
+        if ratio > worst.ratio:
+            worst = Verdict(ratio, name)
+    return worst

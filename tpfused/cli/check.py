@@ -1,0 +1,45 @@
+"""`tpfused check`: does everything give the right numbers on this machine?"""
+
+import argparse
+
+DESCRIPTION = """\
+Compares every overlapped operation, by each way its rows can travel, and every
+layer with the dense computation in float64, gradients included, on fresh random
+data, at each degree of tensor parallelism that this machine's GPUs allow.
+
+It needs no checkout and starts its own workers: one a GPU (NCCL), or two on the
+CPU (gloo) where there is no GPU.
+"""
+
+EXAMPLES = """\
+examples:
+  tpfused check                            everything, in a few minutes
+  tpfused check --case all_gather_matmul   the cases with that in their name
+  tpfused check --list                     what there is to check
+  tpfused check --json check.json          keep the results
+
+A line's number is the largest error of any output or gradient on any rank, as a
+share of what is allowed: twice plain PyTorch's own error in the same dtype and
+two roundings, tenfold for the chain of operations that each case is.
+
+Exit codes: 0 all right; 1 something was wrong or a worker failed; 2 something
+in the command line is wrong; 130 interrupted.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.usage = "tpfused check [options]"
+    parser.add_argument("--case", default="", metavar="TEXT", help="only cases with TEXT in their name")
+    parser.add_argument("--list", action="store_true", help="print the cases, and end")
+    parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
+    parser.add_argument("--cpu", action="store_true", help="on the CPU, even where there is a GPU")
+    parser.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
+    parser.add_argument("--json", metavar="FILE", help="write every case's result")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tpfused.checking.job import execute
+
+    return execute(vars(args))
