@@ -1,0 +1,177 @@
+"""fairscale's layers against dense ones of its initialisation."""
+
+import copy
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn import init
+
+from tests.compare import assert_close, refuses
+from tests.compat.fairscale_groups import float64_on, model_parallel, own
+from tpfused.compat import fairscale as compat
+from tpfused.compat.fairscale import layers, mappings, utils
+from tpfused.placement import gather_whole, splits
+from tpfused.sharding import shard_range
+
+
+def dense_and_parallel(kind, dense_kind, seed, *sizes, **options):
+    """The dense layer with fairscale's initialisation, and the parallel one, from one seed."""
+    dense = dense_kind(*sizes, **({"padding_idx": options["padding_idx"]} if "padding_idx" in options else {}))
+    torch.manual_seed(seed)
+    with torch.no_grad():
+        init.xavier_normal_(dense.weight)
+        if getattr(dense, "bias", None) is not None:
+            dense.bias.zero_()
+    torch.manual_seed(seed)
+    return dense, kind(*sizes, **options)
+
+
+def check_linear(ctx, tp, seed):
+    with model_parallel(tp), float64_on(ctx.device):
+        for kind, dim, flag in (
+            (layers.ColumnParallelLinear, 0, "gather_output"),
+            (layers.RowParallelLinear, 1, "input_is_parallel"),
+        ):
+            for options in ({}, {flag: False}, {flag: True}, {"keep_master_weight_for_test": True}):
+                dense, layer = dense_and_parallel(kind, nn.Linear, seed, 8, 12, **options)
+                assert list(layer.state_dict()) == ["weight", "bias"]
+                assert torch.equal(layer.weight, own(dense.weight, dim))
+                assert torch.equal(layer.get_master_weight(), dense.weight)
+                kept = layer.master_weight
+                assert torch.equal(kept, dense.weight) if len(options) and flag not in options else kept is None
+                with torch.no_grad():
+                    dense.bias.normal_()
+                    layer.bias.copy_(own(dense.bias, 0) if dim == 0 else dense.bias)
+                x = torch.randn(3, 2, 8)
+                grad = torch.randn(3, 2, 12)
+                split_in = dim == 1 and options.get(flag, False)
+                split_out = dim == 0 and not options.get(flag, True)
+                xs = x.clone().requires_grad_()
+                out = layer(own(xs, -1) if split_in else xs)
+                x.requires_grad_()
+                expected = dense(x)
+                assert_close(out, own(expected, -1) if split_out else expected)
+                expected.backward(grad)
+                out.backward(own(grad, -1) if split_out else grad)
+                assert_close(layer.weight.grad, own(dense.weight.grad, dim))
+                assert_close(layer.bias.grad, own(dense.bias.grad, 0) if dim == 0 else dense.bias.grad)
+                assert_close(own(xs.grad, -1) if split_in else xs.grad, own(x.grad, -1) if split_in else x.grad)
+
+
+def test_linear_layers(workers, tp, seed):
+    workers.run(check_linear, tp, seed)
+
+
+def check_embedding(ctx, tp, seed):
+    with model_parallel(tp), float64_on(ctx.device):
+        for kind, dim in ((layers.VocabParallelEmbedding, 0), (layers.ParallelEmbedding, 1)):
+            for padding in ({}, {"padding_idx": 5}, {"padding_idx": -1}):
+                dense, layer = dense_and_parallel(kind, nn.Embedding, seed, 12, 8, **padding)
+                assert list(layer.state_dict()) == ["weight"]
+                assert torch.equal(layer.weight, own(dense.weight, dim))
+                assert torch.equal(gather_whole(layer.weight.detach(), splits(layer.weight)), dense.weight)
+                ids = torch.cat([torch.arange(12), torch.randint(12, (8,))]).view(4, 5)
+                grad = torch.randn(4, 5, 8)
+                out, expected = layer(ids), dense(ids)
+                assert_close(out, expected)
+                out.backward(grad)
+                expected.backward(grad)
+                assert_close(layer.weight.grad, own(dense.weight.grad, dim))
+        table = layers.VocabParallelEmbedding(12, 8)
+        assert (table.vocab_start_index, table.vocab_end_index) == shard_range(12, tp, ctx.rank % tp)
+        out = table(torch.tensor([-1, 3, 12]))
+        assert out[0].eq(0).all() and out[2].eq(0).all() and out[1].ne(0).all()
+
+
+def test_embeddings(workers, tp, seed):
+    workers.run(check_embedding, tp, seed)
+
+
+def check_refusals(ctx, tp):
+    column, row = layers.ColumnParallelLinear, layers.RowParallelLinear
+    vocabulary, hidden = layers.VocabParallelEmbedding, layers.ParallelEmbedding
+    with model_parallel(tp), ctx.device:
+        for make, *told in (
+            (lambda: column(4, 8, stride=2), "stride", 2),
+            (lambda: row(8, 4, stride=2), "stride", 2),
+            (lambda: vocabulary(8, 4, max_norm=1.5), "max_norm", 1.5),
+            (lambda: vocabulary(8, 4, scale_grad_by_freq=True), "scale_grad_by_freq"),
+            (lambda: hidden(8, 4, sparse=True), "sparse"),
+            (lambda: vocabulary(8, 4, padding_idx=8), "padding_idx", 8),
+            (lambda: hidden(8, 4, padding_idx=-9), "padding_idx", -9),
+            (lambda: utils.ensure_divisibility(7, 2), 7, 2),
+        ):
+            with refuses(ValueError, *told):
+                make()
+        logits = torch.zeros(2, 8 // tp)
+        if tp == 1:
+            return
+        for make, *told in (
+            (lambda: column(4, 9), "out_features", 9),
+            (lambda: row(9, 4), "in_features", 9),
+            (lambda: vocabulary(9, 4), "num_embeddings", 9),
+            (lambda: hidden(4, 9), "embedding_dim", 9),
+            (lambda: mappings.scatter_to_model_parallel_region(torch.zeros(2, 9)), 9, tp),
+            (lambda: compat.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64)), (2,), (3,)),
+        ):
+            with refuses(ValueError, *told):
+                make()
+        if ctx.device.type == "cpu":
+            with refuses(ValueError, 8):
+                compat.vocab_parallel_cross_entropy(logits, torch.tensor([8, 0]))
+
+
+def test_what_would_change_results_is_refused(workers, tp):
+    workers.run(check_refusals, tp)
+
+
+def check_weights_of_the_programs_own(ctx, tp, seed):
+    """Programs read, replace and load `weight` as they like; the layer computes with what is there."""
+    torch.manual_seed(seed)
+    with model_parallel(tp), float64_on(ctx.device):
+        for kind, dim in ((layers.ColumnParallelLinear, 0), (layers.RowParallelLinear, 1)):
+            whole, x = torch.randn(12, 8), torch.randn(3, 8)
+            expected = F.linear(x, whole)
+            layer = kind(8, 12, bias=False, init_method=lambda weight: weight)
+            mine = own(whole, dim).contiguous()
+            layer.weight = nn.Parameter(mine, requires_grad=False)
+            assert_close(layer(x), expected)
+            assert torch.equal(layer.get_master_weight(), whole)
+            layer.weight.data = 2 * mine
+            assert_close(layer(x), 2 * expected)
+            for assign in (False, True):
+                layer.load_state_dict({"weight": (3 + assign) * mine}, strict=True, assign=assign)
+                assert_close(layer(x), (3 + assign) * expected)
+            assert_close(copy.deepcopy(layer)(x), 4 * expected)
+            torch.testing.assert_close(layer.float()(x.float()), 4 * expected.float(), rtol=1e-5, atol=1e-5)
+            del layer.weight
+            layer.weight = mine
+            assert_close(layer(x), expected)
+            if kind is layers.RowParallelLinear:
+                partial = F.linear(own(x, -1), layer.weight)
+                assert_close(mappings.reduce_from_model_parallel_region(partial), expected)
+
+
+def test_a_program_may_replace_weights(workers, tp, seed):
+    workers.run(check_weights_of_the_programs_own, tp, seed)
+
+
+def check_defaults(ctx, tp):
+    kinds = (layers.ColumnParallelLinear, layers.RowParallelLinear)
+    kinds += (layers.VocabParallelEmbedding, layers.ParallelEmbedding)
+    with model_parallel(tp):
+        torch.set_default_dtype(torch.bfloat16)
+        try:
+            for device in (ctx.device, torch.device("meta")):
+                torch.set_default_device(device)
+                for kind in kinds:
+                    for param in kind(8, 8).parameters():
+                        assert (param.dtype, param.device.type) == (torch.bfloat16, device.type)
+        finally:
+            torch.set_default_device(None)
+            torch.set_default_dtype(torch.float32)
+
+
+def test_default_dtype_and_device_are_honoured(workers, tp):
+    workers.run(check_defaults, tp)

@@ -1,0 +1,224 @@
+"""fairscale's layers: parameters are plain tensors named `weight` and `bias`, and all sizes divide by the ranks.
+
+Accepted without meaning here: `norm_type` (nothing is renormalised), `keep_master_weight_for_test` of
+`ParallelEmbedding` (as in fairscale). Refused with a `ValueError`, since results would differ: a `stride` other than 1,
+and the embeddings' `max_norm`, `scale_grad_by_freq` and `sparse`.
+
+Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree, and a layer cannot be pickled
+whole (its state_dict can).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn import init
+
+from tpfused.collectives import gather_from_group
+from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.layers import embedding, linear
+from tpfused.parameter import LinearParameters, ParallelModule, check_size
+from tpfused.placement import gather_whole, splits
+from tpfused.sharding import divide, shard_range
+
+InitMethod = Callable[[Tensor], object]
+
+
+class ColumnParallelLinear(linear.ColumnParallelLinear):
+    """`tpfused.ColumnParallelLinear` whose output is gathered by default, over fairscale's group.
+
+    Args:
+        in_features, out_features: of the whole layer; `out_features` divides by the number of ranks.
+        bias: split like the outputs; starts at zero.
+        gather_output: return all output features on every rank instead of this rank's.
+        init_method: fills the whole ``[out, in]`` weight in place, of which each rank keeps its rows.
+        stride: 1.
+        keep_master_weight_for_test: keep the whole weight as the attribute `master_weight`.
+
+    Shapes: input ``[..., in]``, whole on each rank; output ``[..., out]``, or ``[..., out / ranks]``.
+
+    Raises:
+        ValueError: sizes that do not divide, a stride, no groups; and as the layer of tpfused.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        gather_output: bool = True,
+        init_method: InitMethod = init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+    ):
+        group = tp_group()
+        _check_stride(stride)
+        own = divide(out_features, group.size, "ColumnParallelLinear: out_features over the model-parallel ranks")
+        super().__init__(
+            in_features, out_features, bias, gather_output=gather_output, init_method=init_method, group=group
+        )
+        self.output_size_per_partition = own
+        self.master_weight = self.get_master_weight() if keep_master_weight_for_test else None
+
+    def get_master_weight(self) -> Tensor:
+        """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
+        return _whole_weight(self)
+
+
+class RowParallelLinear(linear.RowParallelLinear):
+    """`tpfused.RowParallelLinear` whose input is whole by default, over fairscale's group.
+
+    Args:
+        in_features, out_features: of the whole layer; `in_features` divides by the number of ranks.
+        bias: whole on each rank, added once, after the reduction; starts at zero.
+        input_is_parallel: the input is this rank's features; False: it is whole, and this rank's slice is taken first.
+        init_method, stride, keep_master_weight_for_test: as in `ColumnParallelLinear`, with columns for rows.
+
+    Shapes: input ``[..., in]``, or ``[..., in / ranks]``; output ``[..., out]``, whole on each rank. Raises as
+    `ColumnParallelLinear` does.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        input_is_parallel: bool = False,
+        init_method: InitMethod = init.xavier_normal_,
+        stride: int = 1,
+        keep_master_weight_for_test: bool = False,
+    ):
+        group = tp_group()
+        _check_stride(stride)
+        own = divide(in_features, group.size, "RowParallelLinear: in_features over the model-parallel ranks")
+        super().__init__(
+            in_features, out_features, bias, input_is_parallel=input_is_parallel, init_method=init_method, group=group
+        )
+        self.input_size_per_partition = own
+        self.master_weight = self.get_master_weight() if keep_master_weight_for_test else None
+
+    def get_master_weight(self) -> Tensor:
+        """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
+        return _whole_weight(self)
+
+
+class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
+    """`tpfused.VocabParallelEmbedding` with fairscale's initialisation, over its group.
+
+    Args:
+        num_embeddings, embedding_dim: of the whole table; `num_embeddings` divides by the number of ranks.
+        padding_idx: an id whose row gets no gradient. It is initialised like the others, unlike in `nn.Embedding`.
+        max_norm, scale_grad_by_freq, sparse: None and False.
+        norm_type: without meaning.
+        init_method: fills the whole table in place, of which each rank keeps its rows.
+
+    Shapes: int32 or int64 ids ``[...]``, whole on each rank; output ``[..., embedding_dim]``, whole on each rank. An id
+    outside the vocabulary gives zeros, as in fairscale.
+
+    Raises:
+        ValueError: sizes that do not divide, an option that is not supported, a padding_idx outside the vocabulary, no
+            groups.
+        TypeError: ids that are not integers.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: InitMethod = init.xavier_normal_,
+    ):
+        group = tp_group()
+        _check_lookup(max_norm, scale_grad_by_freq, sparse)
+        own = divide(num_embeddings, group.size, "VocabParallelEmbedding: num_embeddings over the model-parallel ranks")
+        super().__init__(num_embeddings, embedding_dim, padding_idx, init_method=init_method, check="off", group=group)
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
+        self.num_embeddings_per_partition = own
+        self.vocab_start_index, self.vocab_end_index = shard_range(num_embeddings, group.size, group.rank)
+
+    def reset_parameters(self) -> None:
+        """Draw the whole table, and keep this rank's rows. Nothing on the meta device."""
+        _draw_table(self)
+
+
+class ParallelEmbedding(ParallelModule):
+    """`nn.Embedding` with the embedding dimension split over the ranks, and gathered after the lookup.
+
+    Args:
+        num_embeddings, embedding_dim: of the whole table; `embedding_dim` divides by the number of ranks.
+        keep_master_weight_for_test: without meaning.
+
+    Other arguments, shapes and errors as in `VocabParallelEmbedding`, but for an id outside the vocabulary, which is an
+    error of torch's.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: InitMethod = init.xavier_normal_,
+        keep_master_weight_for_test: bool = False,
+    ):
+        super().__init__(tp_group())
+        _check_lookup(max_norm, scale_grad_by_freq, sparse)
+        check_size(num_embeddings, "num_embeddings")
+        check_size(embedding_dim, "embedding_dim")
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
+        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
+        self.embedding_dim_per_partition = divide(
+            embedding_dim, self.group.size, "ParallelEmbedding: embedding_dim over the model-parallel ranks"
+        )
+        self.init_method = init_method
+        self.new_parameter("weight", (num_embeddings, embedding_dim), 1)
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the whole table, and keep this rank's columns. Nothing on the meta device."""
+        _draw_table(self)
+
+    def forward(self, input_: Tensor) -> Tensor:
+        rows = F.embedding(input_, self.local("weight"), self.padding_idx)
+        return gather_from_group(rows, -1, self.embedding_dim, self.group)
+
+    def extra_repr(self) -> str:
+        return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size}"
+
+
+@torch.no_grad()
+def _draw_table(layer: VocabParallelEmbedding | ParallelEmbedding) -> None:
+    if layer.weight.is_meta:
+        return
+    whole = layer.weight.new_empty(layer.num_embeddings, layer.embedding_dim)
+    layer.init_method(whole)
+    layer.fill_parameter("weight", whole)
+
+
+def _whole_weight(layer: LinearParameters) -> Tensor:
+    return gather_whole(layer.weight.detach(), splits(layer.weight))
+
+
+def _check_stride(stride: int) -> None:
+    if stride != 1:
+        raise ValueError(f"stride must be 1, not {stride}: shards are consecutive rows or columns")
+
+
+def _check_lookup(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
+    if max_norm is not None:
+        raise ValueError(f"max_norm must be None, not {max_norm}: rows are not renormalised")
+    for name, given in (("scale_grad_by_freq", scale_grad_by_freq), ("sparse", sparse)):
+        if given:
+            raise ValueError(f"{name} must be False, not {given}: the gradient is a dense sum over the tokens")

@@ -1,0 +1,40 @@
+"""fairscale's four mappings in and out of a model-parallel region, along the last dimension.
+
+Differs from fairscale: no argument is changed in place (its reduction returns its argument, overwritten), and what they
+return can be differentiated once.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from tpfused import collectives
+from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.sharding import divide
+
+
+def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
+    """`input_`, whole on each rank, as it is. Its gradient is all-reduced."""
+    return collectives.copy_to_group(input_, tp_group())
+
+
+def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
+    """The sum over the ranks of each one's `input_`. Its gradient passes as it is."""
+    return collectives.reduce_from_group(input_, tp_group())
+
+
+def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
+    """``[..., n]``, whole on each rank -> this rank's ``[..., n / ranks]``. Its gradient is all-gathered.
+
+    Raises:
+        ValueError: n does not divide by the number of ranks.
+    """
+    group = tp_group()
+    divide(input_.shape[-1], group.size, "the last dimension over the model-parallel ranks")
+    return collectives.scatter_to_group(input_, -1, group)
+
+
+def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
+    """This rank's ``[..., n]``, of one size on all ranks -> all ranks' ``[..., n * ranks]``. Its gradient is sliced."""
+    group = tp_group()
+    return collectives.gather_from_group(input_, -1, input_.shape[-1] * group.size, group)

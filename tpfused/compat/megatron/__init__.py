@@ -1,0 +1,65 @@
+"""The names of ``megatron.core.tensor_parallel`` with Megatron-LM's signatures, computed by tpfused's layers.
+
+Change the import, ``from tpfused.compat import megatron as tensor_parallel``, and keep the program. Megatron need not
+be installed; names that are not here (its random states, its activation checkpoints) are its own, if it is.
+`FusedScaleMaskSoftmax` and `AttnMaskType`, which Megatron has elsewhere, are here too.
+
+The tensor-parallel group is `tp_group`, else that of an initialised ``megatron.core.parallel_state``, else the default
+group. Activations are ``[tokens, batch, hidden]``, and sequence parallelism splits the tokens. What is split must
+divide by the number of ranks, as in Megatron.
+
+What differs from Megatron's own:
+
+- Gradients are complete when backward returns. Under sequence parallelism that includes the biases of row-parallel
+  layers, so their attribute ``sequence_parallel`` is False: a later step that sums the gradients of parameters marked
+  True leaves them alone.
+- Weights are slices of one tensor drawn from torch's generator, so the number of ranks does not change the model. Seed
+  the ranks of a group alike. With ``use_cpu_initialization`` they have the bits of Megatron's.
+- A label that is negative is ignored: loss and gradient are zero. One beyond the vocabulary raises, as does a token id.
+- Misuse raises `ValueError` or `TypeError`.
+"""
+
+from tpfused.compat.megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tpfused.compat.megatron.loss import vocab_parallel_cross_entropy
+from tpfused.compat.megatron.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_last_dim_to_tensor_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from tpfused.compat.megatron.softmax import AttnMaskType, FusedScaleMaskSoftmax
+
+__all__ = [
+    "AttnMaskType",
+    "ColumnParallelLinear",
+    "FusedScaleMaskSoftmax",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "all_gather_last_dim_from_tensor_parallel_region",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_last_dim_to_tensor_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "vocab_parallel_cross_entropy",
+]
+
+
+def __getattr__(name: str):
+    if not name.startswith("_"):
+        try:
+            from megatron.core import tensor_parallel
+        except ImportError:
+            pass
+        else:
+            if hasattr(tensor_parallel, name):
+                return getattr(tensor_parallel, name)
+    raise AttributeError(f"neither {__name__} nor an installed megatron.core.tensor_parallel has {name!r}")

@@ -1,0 +1,51 @@
+"""Megatron-LM's cross entropy of logits whose vocabulary is split."""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfused.compat.megatron.mappings import find_group
+from tpfused.layers import loss
+
+IGNORED = -100
+
+
+def vocab_parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    tp_group: dist.ProcessGroup | None = None,
+) -> Tensor:
+    """The loss of each token.
+
+    Args:
+        vocab_parallel_logits: ``[tokens, batch, vocabulary / ranks]``, or with other leading dimensions; floating. Not
+            changed.
+        target: int64 ``[tokens, batch]``. Megatron gives a negative label a meaningless loss, for the program to mask;
+            here its loss and gradient are zero.
+        label_smoothing: in [0, 1), spread over the other labels (Megatron's rule, which `F.cross_entropy` does not
+            follow) of the whole vocabulary (Megatron's own takes each rank's part for the whole).
+        tp_group: the tensor-parallel group.
+
+    Returns:
+        float32 ``[tokens, batch]`` (float64 for float64 logits).
+
+    Raises:
+        ValueError, TypeError: as `tpfused.vocab_parallel_cross_entropy`.
+    """
+    if not 0.0 <= label_smoothing < 1.0:
+        raise ValueError(f"label_smoothing must be in [0, 1), not {label_smoothing}")
+    group = find_group(tp_group)
+    if label_smoothing:
+        # An amount e spread over the K - 1 others is e K / (K - 1) spread over all K.
+        vocabulary = vocab_parallel_logits.shape[-1] * group.size
+        label_smoothing *= vocabulary / max(1, vocabulary - 1)
+    return loss.vocab_parallel_cross_entropy(
+        vocab_parallel_logits,
+        target.masked_fill(target < 0, IGNORED),
+        ignore_index=IGNORED,
+        label_smoothing=label_smoothing,
+        reduction="none",
+        group=group,
+    )

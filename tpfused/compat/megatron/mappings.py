@@ -1,0 +1,116 @@
+"""Megatron-LM's mappings between whole and split activations: the conjugate pairs of `tpfused.collectives`.
+
+Each takes a floating tensor and the tensor-parallel ProcessGroup (`group`, found as the package says if None), and
+raises `ValueError` where the dimension that it splits does not divide by the number of ranks.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfused.collectives import (
+    all_gather_tokens,
+    copy_to_group,
+    gather_from_group,
+    reduce_from_group,
+    reduce_scatter_tokens,
+    scatter_to_group,
+)
+from tpfused.group import TPGroup, resolve_group
+from tpfused.sharding import divide
+
+
+def find_group(tp_group: dist.ProcessGroup | None) -> TPGroup:
+    """`tp_group`, else that of an initialised ``megatron.core.parallel_state``, else the default group."""
+    if tp_group is None and (parallel_state := sys.modules.get("megatron.core.parallel_state")) is not None:
+        tp_group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
+    return resolve_group(tp_group)
+
+
+def check_divides(x: Tensor, dim: int, group: TPGroup, what: str) -> None:
+    divide(x.shape[dim], group.size, f"{what}: dimension {dim} of {tuple(x.shape)} over tensor-parallel ranks")
+
+
+def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The same; the gradient is all-reduced."""
+    return copy_to_group(input_, find_group(group))
+
+
+def reduce_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """The sum over the ranks; the gradient is the same."""
+    return reduce_from_group(input_, find_group(group))
+
+
+def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's slice of the last dimension; the gradient is all-gathered."""
+    tp = find_group(group)
+    check_divides(input_, -1, tp, "scatter_to_tensor_model_parallel_region")
+    return scatter_to_group(input_, -1, tp)
+
+
+def gather_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """All ranks' slices of the last dimension; the gradient is this rank's slice."""
+    tp = find_group(group)
+    return gather_from_group(input_, -1, input_.shape[-1] * tp.size, tp)
+
+
+def scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's tokens (dimension 0); the gradient is all-gathered."""
+    tp = find_group(group)
+    check_divides(input_, 0, tp, "scatter_to_sequence_parallel_region")
+    return scatter_to_group(input_, 0, tp)
+
+
+def gather_from_sequence_parallel_region(
+    input_: Tensor,
+    tensor_parallel_output_grad: bool = True,
+    group: dist.ProcessGroup | None = None,
+    output_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """All ranks' tokens (dimension 0), as many from each.
+
+    The gradient is reduce-scattered if what follows is split over the ranks (`tensor_parallel_output_grad`), and this
+    rank's slice if every rank repeats it. `output_split_sizes` must be None; `use_global_buffer` means nothing here.
+    """
+    _refuse_split_sizes(output_split_sizes, "gather_from_sequence_parallel_region", "output_split_sizes")
+    tp = find_group(group)
+    gather = all_gather_tokens if tensor_parallel_output_grad else gather_from_group
+    return gather(input_, 0, input_.shape[0] * tp.size, tp)
+
+
+def reduce_scatter_to_sequence_parallel_region(
+    input_: Tensor,
+    group: dist.ProcessGroup | None = None,
+    input_split_sizes: list[int] | None = None,
+    use_global_buffer: bool = False,
+) -> Tensor:
+    """This rank's tokens (dimension 0) of the sum over the ranks; the gradient is all-gathered.
+
+    `input_split_sizes` must be None; `use_global_buffer` means nothing here.
+    """
+    _refuse_split_sizes(input_split_sizes, "reduce_scatter_to_sequence_parallel_region", "input_split_sizes")
+    tp = find_group(group)
+    check_divides(input_, 0, tp, "reduce_scatter_to_sequence_parallel_region")
+    return reduce_scatter_tokens(input_, 0, tp)
+
+
+def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """All ranks' slices of the last dimension; the gradient is reduce-scattered."""
+    tp = find_group(group)
+    return all_gather_tokens(input_, -1, input_.shape[-1] * tp.size, tp)
+
+
+def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
+    """This rank's slice of the last dimension of the sum over the ranks; the gradient is all-gathered."""
+    tp = find_group(group)
+    check_divides(input_, -1, tp, "reduce_scatter_last_dim_to_tensor_parallel_region")
+    return reduce_scatter_tokens(input_, -1, tp)
+
+
+def _refuse_split_sizes(sizes: list[int] | None, function: str, name: str) -> None:
+    if sizes is not None:
+        raise ValueError(f"{function}: {name} {sizes} is not supported, all ranks hold equally many tokens")

@@ -1,0 +1,126 @@
+"""Megatron-LM's softmax of attention scores."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+
+import torch
+from torch import Tensor, nn
+
+from tpfused import reference
+from tpfused.kernels.launch import capability
+from tpfused.kernels.softmax import scale_mask_softmax
+from tpfused.overlap.tiers import wanted
+
+
+class AttnMaskType(Enum):
+    """Megatron's kinds of attention masks."""
+
+    padding = 1
+    causal = 2
+    no_mask = 3
+    padding_causal = 4
+    arbitrary = 5
+    causal_bottom_right = 6
+
+
+class FusedScaleMaskSoftmax(nn.Module):
+    """``softmax(mask(scale * scores))`` over the last dimension.
+
+    Args:
+        input_in_fp16, input_in_bf16: the scores are, and the result shall be, of this dtype.
+        attn_mask_type: Megatron's `AttnMaskType` or this module's. The causal ones hide later keys from each query.
+        scaled_masked_softmax_fusion: one kernel on a GPU, plain PyTorch elsewhere. A key is hidden by the mask, by a
+            causal type, or by both; a query that sees no key gets zeros. False: `mask_func` in plain PyTorch.
+        mask_func: ``mask_func(scores, mask)`` returns masked scores; called without fusion only. A causal type then
+            means the mask, if there is one.
+        softmax_in_fp32: the softmax of half-precision scores is computed in float32. Fusion always does.
+        scale: of the scores; None: 1.
+        window_size: ``(left, right)``: how many keys before and after its own place each query sees, whatever the mask.
+
+    Shapes: scores ``[batch, heads, queries, keys]``; a boolean mask broadcastable to them, where True is hidden. A
+    single query sees all keys under a causal type, and more queries than one with another number of keys need a mask.
+
+    Raises:
+        ValueError: both input dtypes, a scale without `softmax_in_fp32`, neither fusion nor a `mask_func`, scores that
+            are not four-dimensional, a causal type without a mask for other than square scores, a `softmax_offset`.
+        TypeError: under fusion, a mask that is not boolean.
+    """
+
+    def __init__(
+        self,
+        input_in_fp16: bool,
+        input_in_bf16: bool,
+        attn_mask_type,
+        scaled_masked_softmax_fusion: bool,
+        mask_func: Callable[[Tensor, Tensor], Tensor] | None,
+        softmax_in_fp32: bool,
+        scale: float | None,
+        window_size: tuple[int, int] | None = None,
+    ):
+        super().__init__()
+        if input_in_fp16 and input_in_bf16:
+            raise ValueError("input_in_fp16 and input_in_bf16 exclude each other")
+        if scale is not None and not softmax_in_fp32:
+            raise ValueError(f"scale {scale} wants softmax_in_fp32=True")
+        if mask_func is None and not scaled_masked_softmax_fusion:
+            raise ValueError("scaled_masked_softmax_fusion=False needs a mask_func")
+        self.input_in_fp16 = input_in_fp16
+        self.input_in_bf16 = input_in_bf16
+        self.attn_mask_type = attn_mask_type
+        self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
+        self.mask_func = mask_func
+        self.softmax_in_fp32 = softmax_in_fp32
+        self.scale = scale
+        self.window_size = window_size
+
+    def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        if input.ndim != 4:
+            raise ValueError(f"the scores must be [batch, heads, queries, keys], not of shape {tuple(input.shape)}")
+        if softmax_offset is not None:
+            raise ValueError("a softmax_offset (attention sink) is not supported")
+        queries, keys = input.shape[-2:]
+        if self.window_size is not None:
+            mask, causal = _outside_window(input, *self.window_size), False  # in place of the mask, as in Megatron
+        else:
+            causal = self._is_causal(mask, queries, keys)
+        probabilities = (self._fused if self.scaled_masked_softmax_fusion else self._plain)(input, mask, causal)
+        if self.input_in_fp16 or self.input_in_bf16:
+            return probabilities.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
+        return probabilities
+
+    def _is_causal(self, mask: Tensor | None, queries: int, keys: int) -> bool:
+        # By name, for Megatron's own enumeration is another class.
+        if self.attn_mask_type is None or "causal" not in self.attn_mask_type.name or queries == 1:
+            return False
+        if queries != keys and mask is None:
+            raise ValueError(f"a causal mask needs as many queries as keys, not {queries} and {keys}")
+        return queries == keys
+
+    def _fused(self, scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        if mask is not None and mask.dtype != torch.bool:
+            raise TypeError(f"the mask must be boolean, True is masked out, not {mask.dtype}")
+        seen = None if mask is None else ~mask
+        scale = 1.0 if self.scale is None else self.scale
+        if wanted[-1] != "reference" and capability(scores.device) >= (8, 0):
+            return scale_mask_softmax(scores, seen, scale, causal)
+        compute = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        return reference.scale_mask_softmax(compute, seen, scale, causal).to(scores.dtype)
+
+    def _plain(self, scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+        if self.softmax_in_fp32 and (self.input_in_fp16 or self.input_in_bf16):
+            scores = scores.float()
+        if self.scale is not None:
+            scores = scores * self.scale
+        if mask is None and causal:
+            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        return (scores if mask is None else self.mask_func(scores, mask)).softmax(-1)
+
+
+def _outside_window(scores: Tensor, left: int, right: int) -> Tensor:
+    """``[queries, keys]``, True outside; the last query's own place is the last key."""
+    queries, keys = scores.shape[-2:]
+    every = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
+    own = keys - queries
+    return ~(every.triu(own - left) & every.tril(own + right))
