@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tpfused.checkpoint import load_full_state_dict as load_full_state_dict
     from tpfused.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from tpfused.layers.attention import ParallelAttention as ParallelAttention
+    from tpfused.layers.cache import KVCache as KVCache
     from tpfused.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
     from tpfused.layers.linear import ColumnParallelLinear as ColumnParallelLinear
     from tpfused.layers.linear import RowParallelLinear as RowParallelLinear
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
 # Name -> the module that defines it. (The imports above say the same to type checkers, which run no code.)
 _HOME = {
     "ColumnParallelLinear": "tpfused.layers.linear",
+    "KVCache": "tpfused.layers.cache",
     "ParallelAttention": "tpfused.layers.attention",
     "ParallelGatedMLP": "tpfused.layers.mlp",
     "ParallelMLP": "tpfused.layers.mlp",

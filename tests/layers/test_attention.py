@@ -8,10 +8,11 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compare import Block, check_module, collectives_made, refuses, twins, unpacked
-from tpfused import ParallelAttention
+from tests.compare import Block, assert_close, check_module, collectives_made, refuses, twins, unpacked
+from tpfused import ParallelAttention, reference
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
+from tpfused.layers.attention import scaled_dot_product_attention
 from tpfused.placement import local
 
 # heads, kv heads, head dim: plain, grouped, fewer kv heads than 4 ranks and than 2.
@@ -269,6 +270,16 @@ def test_one_collective_each_way(workers, tp):
 @modes
 def test_bad_input_is_refused_before_any_collective(workers, tp, mode):
     workers.run(check_refusals, tp, mode)
+
+
+def test_one_token_with_shared_key_value_heads(seed):
+    """As in decoding, where the heads that share them are computed as so many tokens."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, tokens, 4).double() for heads, tokens in ((8, 1), (2, 5), (2, 5)))
+    masks = [torch.rand(shape) < 0.5 for shape in ((1, 1, 1, 5), (2, 1, 1, 5), (2, 8, 1, 5))]
+    masks[1][0] = False
+    for mask in (None, *masks, torch.randn(2, 1, 1, 5).double()):
+        assert_close(scaled_dot_product_attention(q, k, v, mask, False, 0.0), reference.attention_core(q, k, v, mask))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from tpfused import checks, reference
 from tpfused.collectives import copy_to_group, copy_to_replicas, own_slice
 from tpfused.group import resolve_group, with_replicas
+from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
@@ -43,7 +44,8 @@ class ParallelAttention(nn.Module):
     zeros from attention (and then the output projection's bias).
 
     Raises:
-        ValueError: head counts that do not divide, a mask that does not broadcast, and as `ColumnParallelLinear`.
+        ValueError: head counts that do not divide, a mask that does not broadcast, a cache of other sizes or where
+            there can be none, and as `ColumnParallelLinear`.
         TypeError: a mask that is neither boolean nor floating.
     """
 
@@ -89,6 +91,7 @@ class ParallelAttention(nn.Module):
         parallel = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "backend": backend}
         rows, kv_rows = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.kv_replicas = max(1, self.group.size // num_kv_heads)
+        self.own_kv_heads = max(1, num_kv_heads // self.group.size)
         self.packed_children = {}
         if self.kv_replicas == 1:
             packing = QKVPacking(num_heads, num_kv_heads)
@@ -103,17 +106,34 @@ class ParallelAttention(nn.Module):
             self.v = LinearParameters(hidden_size, kv_rows, bias, 0, **shared_place)
         self.out = RowParallelLinear(rows, hidden_size, bias, **place, **parallel)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, total_len: int | None = None) -> Tensor:
-        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        total_len: int | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism.
+
+        `cache`: attend to the tokens in it too, and add these; causal, without a mask or sequence parallelism.
+        """
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"ParallelAttention: expected a three-dimensional tensor, got {got}")
         if mask is not None:
             mask = self._own_mask(mask, x, total_len)
-        q, k, v = self._heads(self._project(x, total_len))
+        if cache is not None:
+            self._check_cache(cache, x, mask)
+        q, k, v = self._heads(self._project(x, total_len), cache)
+        causal = self.causal
+        if cache is not None:
+            k, v = cache.add(k, v)
+            mask, causal = cache.mask, cache.causal
         region = rank_rng(self.group, x.device) if self.training and self.dropout else nullcontext()
         with region:
-            out = scaled_dot_product_attention(q, k, v, mask, self.causal, self.dropout * self.training)
+            dropout = self.dropout * self.training
+            out = scaled_dot_product_attention(q, k, v, mask, causal, dropout, no_empty_rows=cache is not None)
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
         return self.out(out.flatten(2))
@@ -132,31 +152,35 @@ class ParallelAttention(nn.Module):
 
         weight, bias = packed("weight"), None if self.q.bias is None else packed("bias")
         sequence_dim = self.sequence_dim if self.sequence_parallel else None
-        return column_forward(
-            x,
-            weight,
-            bias,
-            self.group,
-            out_features=weight.shape[0] * self.group.size,
-            sequence_dim=sequence_dim,
-            total_len=total_len,
-            backend=self.out.backend,
-        )
+        return column_forward(x, weight, bias, self.group, sequence_dim=sequence_dim, total_len=total_len)
 
-    def _heads(self, qkv: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _heads(self, qkv: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """-> q ``[batch, own heads, tokens, d]``, k and v ``[batch, own kv heads, tokens, d]``, positions applied."""
         if self.sequence_dim == 0:
             qkv = qkv.transpose(0, 1)
-        own_heads = self.num_heads // self.group.size
-        queries = own_heads // max(1, self.num_kv_heads // self.group.size)
+        queries = self.num_heads // self.group.size // self.own_kv_heads
         heads = qkv.unflatten(-1, (-1, queries + 2, self.head_dim))
         q = heads[..., :queries, :].flatten(2, 3).transpose(1, 2)
         k, v = (heads[..., queries + i, :].transpose(1, 2) for i in range(2))
         if self.rope_theta is not None:
-            positions = torch.arange(q.shape[2], device=q.device)
+            if cache is None:
+                positions = torch.arange(q.shape[2], device=q.device)
+            else:
+                positions = cache.positions.unsqueeze(1)  # the same for all heads
             q = reference.rotary(q, positions, self.rope_theta)
             k = reference.rotary(k, positions, self.rope_theta)
         return q, k, v
+
+    def _check_cache(self, cache: LayerCache, x: Tensor, mask: Tensor | None) -> None:
+        if not self.causal or self.sequence_parallel or mask is not None:
+            raise ValueError(
+                f"ParallelAttention: a cache needs causal=True, sequence_parallel=False and mask=None, not "
+                f"{self.causal}, {self.sequence_parallel} and {'a mask' if mask is not None else None}"
+            )
+        batch, tokens = x.shape[1 - self.sequence_dim], x.shape[self.sequence_dim]
+        of_cache = (cache.keys.shape[0], cache.slots.shape[0])
+        if (batch, tokens) != of_cache:
+            raise ValueError(f"ParallelAttention: the cache is for (batch, tokens) {of_cache}, not {(batch, tokens)}")
 
     def _own_mask(self, mask: Tensor, x: Tensor, total_len: int | None) -> Tensor:
         """As `scaled_dot_product_attention` wants it: four-dimensional, this rank's heads of a mask that has heads."""
@@ -184,14 +208,19 @@ class ParallelAttention(nn.Module):
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, no_empty_rows: bool = False
 ) -> Tensor:
     """torch's, for grouped-query heads, with `mask` and `causal` together, and zeros for rows that attend to nothing.
 
-    `q` ``[batch, heads, tokens, d]``, `k` and `v` ``[batch, kv_heads, tokens, d]``, `mask` boolean or additive,
-    broadcastable to ``[batch, heads, tokens, tokens]``. Equals `reference.attention_core`.
+    `q` ``[batch, heads, tokens, d]``, `k` and `v` ``[batch, kv_heads, keys, d]``, `mask` boolean or additive,
+    broadcastable to ``[batch, heads, tokens, keys]``; `causal` for as many keys as tokens.
+    `no_empty_rows`: the mask is known to leave each token something to attend to. Equals `reference.attention_core`.
     """
     queries = q.shape[1] // k.shape[1]
+    if queries > 1 and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
+        # One token, as in decoding: the heads that share a k and v are so many tokens of one head, nothing is repeated.
+        rows = q.reshape(*k.shape[:2], queries, -1)
+        return scaled_dot_product_attention(rows, k, v, mask, False, dropout, no_empty_rows).reshape(q.shape)
     if queries > 1:
         # Not enable_gqa: with a mask it leaves only the back end that keeps all scores.
         k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
@@ -202,6 +231,8 @@ def scaled_dot_product_attention(
     if causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         mask = mask & ~future if mask.dtype == torch.bool else mask.masked_fill(future, -torch.inf)
+    if no_empty_rows:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     # Back ends differ on rows with nothing to attend to (zeros, the mean of v, NaN): let them attend to all, and drop
     # them.
     if mask.dtype == torch.bool:

@@ -11,9 +11,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from tpfused import generation
 from tpfused.collectives import own_slice
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.attention import ParallelAttention, check_heads
+from tpfused.layers.cache import KVCache, LayerCache, with_attributes
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, column_forward
 from tpfused.layers.loss import vocab_parallel_cross_entropy
@@ -111,10 +113,13 @@ class PositionEmbedding(ParallelModule):
     def reset_parameters(self) -> None:
         nn.init.normal_(local(self.weight))
 
-    def forward(self, tokens: int) -> Tensor:
-        """``[tokens, hidden]``, or this rank's tokens of them."""
-        rows = self.replicated("weight", sharded_tokens=self.sequence_parallel)[:tokens]
-        return own_slice(rows, 0, self.group) if self.sequence_parallel else rows
+    def forward(self, tokens: int, cache: LayerCache | None = None) -> Tensor:
+        """``[1, tokens, hidden]``, or this rank's tokens of them; ``[batch, tokens, hidden]`` with a padded cache."""
+        rows = self.replicated("weight", sharded_tokens=self.sequence_parallel)
+        if cache is not None:
+            return F.embedding(cache.positions, rows)
+        rows = rows[:tokens]
+        return (own_slice(rows, 0, self.group) if self.sequence_parallel else rows).unsqueeze(0)
 
 
 class ParallelTransformerBlock(nn.Module):
@@ -148,9 +153,16 @@ class ParallelTransformerBlock(nn.Module):
         feed_forward = ParallelGatedMLP if config.gated else ParallelMLP
         self.mlp = feed_forward(config.hidden_size, config.ffn_size, config.activation, config.bias, **parallel)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, *, total_len: int | None = None) -> Tensor:
-        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
-        attended = self.attention(self.attention_norm(x), mask, total_len=total_len)
+    def forward(
+        self,
+        x: Tensor,
+        mask: Tensor | None = None,
+        *,
+        total_len: int | None = None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        """`total_len`, `cache`: as in `ParallelAttention`."""
+        attended = self.attention(self.attention_norm(x), mask, total_len=total_len, cache=cache)
         x = x + hidden_dropout(attended, self.config, self.group, self.training)
         fed = self.mlp(self.mlp_norm(x), total_len=total_len)
         return x + hidden_dropout(fed, self.config, self.group, self.training)
@@ -162,16 +174,23 @@ class ParallelTransformer(nn.Module):
     Shapes: int64 ids ``[batch, tokens]``, whole on each rank; logits ``[batch, tokens, vocabulary shard]``. `mask` as
     in `ParallelAttention`.
 
+    With a `KVCache`, ids are the tokens that follow those in it (a prompt, several tokens, or one), and are added to
+    it. `last_only` then gives the last token's logits alone, ``[batch, 1, vocabulary shard]``. Such calls do without
+    sequence parallelism, which has no use for single tokens: the weights are the same.
+
     Raises:
         ValueError: sizes that cannot be split over the ranks, more tokens than `max_positions`, ids outside the
-        vocabulary.
+        vocabulary; a cache that is full, or made for another model or batch, or used with gradients or a mask.
     """
+
+    generate = generation.generate
 
     def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
         super().__init__()
         self.group: TPGroup = resolve_group(group, mesh)
         config.check(self.group.size)
         self.config = config
+        self.sequence_parallel = config.sequence_parallel
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
         parallel = {**place, "sequence_parallel": config.sequence_parallel, "sequence_dim": config.sequence_dim}
         shared = {**place, "sequence_parallel": config.sequence_parallel}
@@ -187,7 +206,9 @@ class ParallelTransformer(nn.Module):
                 config.hidden_size, config.vocab_size, config.bias, init_method=_init_method(config), **parallel
             )
 
-    def forward(self, ids: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self, ids: Tensor, mask: Tensor | None = None, *, cache: KVCache | None = None, last_only: bool = False
+    ) -> Tensor:
         config = self.config
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
@@ -195,19 +216,37 @@ class ParallelTransformer(nn.Module):
         tokens = ids.shape[1]
         if tokens > config.max_positions:
             raise ValueError(f"{tokens} tokens are more than max_positions {config.max_positions}")
-        total_len = tokens if config.sequence_parallel else None
+        if cache is None:
+            if last_only:
+                raise ValueError("last_only is for calls with a cache")
+            return self._forward(ids, mask, [None] * config.num_layers)
+        if mask is not None:
+            raise ValueError("give the cache the prompts' padding, KVCache(..., padding=), instead of a mask")
+        cache.check(self, ids)
+        whole_tokens = with_attributes(self, sequence_parallel=False) if self.sequence_parallel else nullcontext()
+        with whole_tokens:
+            logits = self._forward(ids, None, cache.extend(tokens), last_only)
+        cache.added(tokens)
+        return logits
 
+    def _forward(
+        self, ids: Tensor, mask: Tensor | None, caches: list[LayerCache | None], last_only: bool = False
+    ) -> Tensor:
+        config, tokens = self.config, ids.shape[1]
+        total_len = tokens if self.sequence_parallel else None
         tokens_first = config.sequence_dim == 0
         x = self.embedding(ids.t() if tokens_first else ids)
         if self.positions is not None:
-            positions = self.positions(tokens)
-            x = x + (positions.unsqueeze(1) if tokens_first else positions)
+            positions = self.positions(tokens, caches[0])
+            x = x + (positions.transpose(0, 1) if tokens_first else positions)
         x = hidden_dropout(x, config, self.group, self.training)
-        for block in self.blocks:
+        for block, cache in zip(self.blocks, caches, strict=True):
             if config.checkpoint_activations and self.training:
                 x = checkpoint(block, x, mask, total_len=total_len, use_reentrant=False)
             else:
-                x = block(x, mask, total_len=total_len)
+                x = block(x, mask, total_len=total_len, cache=cache)
+        if last_only:
+            x = x.narrow(config.sequence_dim, tokens - 1, 1)
         logits = self._logits(self.norm(x), total_len)
         return logits.transpose(0, 1) if tokens_first else logits
 
@@ -225,12 +264,9 @@ class ParallelTransformer(nn.Module):
     def _logits(self, x: Tensor, total_len: int | None) -> Tensor:
         if self.head is not None:
             return self.head(x, total_len=total_len)
-        sequence_dim = self.config.sequence_dim if self.config.sequence_parallel else None
+        sequence_dim = self.config.sequence_dim if self.sequence_parallel else None
         weight = self.embedding.local("weight")
-        vocab_size = self.config.vocab_size
-        return column_forward(
-            x, weight, None, self.group, out_features=vocab_size, sequence_dim=sequence_dim, total_len=total_len
-        )
+        return column_forward(x, weight, None, self.group, sequence_dim=sequence_dim, total_len=total_len)
 
 
 def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, training: bool) -> Tensor:

@@ -1,0 +1,356 @@
+"""Incremental decoding and generation against the dense model that computes all tokens anew."""
+
+from dataclasses import replace
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from tests.compare import Block, assert_close, assert_within_rule, collectives_made, packed, refuses, twins
+from tpfused import ParallelTransformer, TransformerConfig, reference
+from tpfused.collectives import all_gather
+from tpfused.generation import sample, vocab_parallel_argmax
+from tpfused.group import TPGroup, resolve_group
+from tpfused.layers.cache import KVCache
+
+SIZES = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "max_positions": 16, "head_dim": 2}
+GPT = TransformerConfig.gpt(ffn_size=12, **SIZES)
+LLAMA = TransformerConfig.llama(ffn_size=8, num_kv_heads=2, **SIZES)
+CONFIGS = {
+    "gpt": GPT,
+    "llama": LLAMA,
+    "gpt-tied": replace(GPT, num_kv_heads=1, sequence_dim=1, tie_embeddings=True, vocab_size=3),
+    "llama-one-kv-head": replace(LLAMA, num_kv_heads=1, bias=True),
+    "gpt-sequence-parallel": replace(GPT, sequence_parallel=True, dropout=0.5, attention_dropout=0.5),
+    "llama-sequence-parallel": replace(LLAMA, sequence_parallel=True, sequence_dim=1, checkpoint_activations=True),
+}
+TOKENS = 9
+LENGTHS = (5, 2, 1)  # of three prompts
+
+modes = pytest.mark.parametrize("mode", ["group", "mesh"])
+configs = pytest.mark.parametrize("name", CONFIGS)
+
+
+def draw_ids(block, config, tokens, batch=2):
+    return torch.randint(config.vocab_size, (batch, tokens), device=block.device)
+
+
+def make(block, config, dtype=torch.float64):
+    """A model in eval mode, and the dense weights that it holds parts of."""
+    model, whole = twins(block, lambda **place: ParallelTransformer(config, **place), dtype)
+    return model.eval(), whole
+
+
+def in_parts(model, cache, ids, sizes):
+    return torch.cat([model(part, cache=cache) for part in ids.split(sizes, dim=1)], dim=1)
+
+
+def dense_greedy(ids, whole, config, new_tokens):
+    for _ in range(new_tokens):
+        logits = reference.transformer(ids, whole, config)[:, -1]
+        ids = torch.cat((ids, logits.argmax(-1, keepdim=True)), dim=1)
+    return ids
+
+
+def padded(prompts, tokens):
+    """Prompts of different lengths on the right of ``[prompts, tokens]``, and the mask that says where they are."""
+    ids = torch.stack([torch.cat((prompt.new_zeros(tokens - len(prompt)), prompt)) for prompt in prompts])
+    first = torch.tensor([tokens - len(prompt) for prompt in prompts], device=ids.device)
+    return ids, torch.arange(tokens, device=ids.device) >= first[:, None]
+
+
+@torch.no_grad()
+def check_logits(ctx, tp, mode, seed, name):
+    """Every position's, however the tokens come: prompts, several tokens, single ones, after going back, over again."""
+    block, config = Block(ctx, tp, mode, seed), CONFIGS[name]
+    model, whole = make(block, config)
+    ids = draw_ids(block, config, TOKENS)
+    expected = block.own(reference.transformer(ids, whole, config), -1)
+    cache = KVCache(model, 2, TOKENS)
+    assert cache.keys.shape == (2, 2, max(1, (config.num_kv_heads or 4) // tp), TOKENS, 2)
+    for sizes in ([1] * TOKENS, [4, 3, 1, 1], [TOKENS]):
+        cache.length = 0
+        assert_close(in_parts(model, cache, ids, sizes), expected, f"{name} in parts {sizes}")
+        assert cache.length == TOKENS
+    cache.length = 3
+    assert_close(model(ids[:, 3:7], cache=cache, last_only=True), expected[:, 6:7], name)
+
+
+@torch.no_grad()
+def check_float32(ctx, tp, seed):
+    block = Block(ctx, tp, "group", seed)
+    for config in (GPT, LLAMA):
+        config = replace(config, hidden_size=32, head_dim=8, ffn_size=64)
+        model, whole = make(block, config, torch.float32)
+        ids = draw_ids(block, config, TOKENS)
+        exact = {key: value.double() for key, value in whole.items()}
+        expected, eager = (reference.transformer(ids, state, config) for state in (exact, whole))
+        out = in_parts(model, KVCache(model, 2, TOKENS), ids, [4, 3, 1, 1])
+        assert_within_rule(out, expected, eager, lambda value: block.own(value, -1), str(config), chain=True)
+        out = in_parts(model, KVCache(model, 2, TOKENS, dtype=torch.bfloat16), ids, [4, 3, 1, 1])
+        torch.testing.assert_close(out.double(), block.own(expected, -1), atol=0.05, rtol=0.05)
+
+
+@torch.no_grad()
+def check_padding(ctx, tp, seed, name):
+    """Prompts side by side give each one's own logits and tokens."""
+    block, config = Block(ctx, tp, "group", seed), CONFIGS[name]
+    model, whole = make(block, config)
+    prompts = [draw_ids(block, config, length, 1)[0] for length in LENGTHS]
+    ids, mask = padded(prompts, max(LENGTHS))
+    out = model.generate(ids, 4, mask=mask)
+    cache = KVCache(model, len(prompts), max(LENGTHS) + 4, padding=(~mask).sum(-1))
+    logits = in_parts(model, cache, out, [4, 1, 2, 1, 1])
+    for prompt, tokens, got in zip(prompts, out, logits, strict=True):
+        alone = dense_greedy(prompt[None], whole, config, 4)
+        assert torch.equal(tokens[-alone.shape[1] :], alone[0])
+        assert_close(got[-alone.shape[1] :], block.own(reference.transformer(alone, whole, config), -1)[0])
+
+
+@torch.no_grad()
+def check_graph(ctx, tp, seed, name, with_padding):
+    """One step's graph, replayed for all tokens. Without a GPU: the step as it would be captured."""
+    block, config = Block(ctx, tp, "group", seed), CONFIGS[name]
+    model, whole = make(block, config)
+    ids = draw_ids(block, config, TOKENS)
+    padding = torch.tensor([0, 2], device=ctx.device) if with_padding else None
+    cache = KVCache(model, 2, TOKENS + 2, padding=padding)
+    expected = in_parts(model, cache, ids, [TOKENS])
+    if padding is None:
+        assert_close(expected, block.own(reference.transformer(ids, whole, config), -1))
+
+    cache.length = 0
+    model(ids[:, :4], cache=cache)
+    token = ids[:, 3:4].clone()
+    if ctx.device.type == "cuda":
+        for _ in range(2):
+            model(token, cache=cache)
+        cache.length, graph = 4, torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            logits = model(token, cache=cache)
+        assert cache.length == 4
+    for index in range(4, TOKENS):
+        token.copy_(ids[:, index : index + 1])
+        if ctx.device.type == "cuda":
+            graph.replay()
+        else:
+            with patch.object(KVCache, "captured", lambda self: True):
+                logits = model(token, cache=cache)
+        cache.length += 1
+        assert_close(logits[:, 0], expected[:, index], f"{name}, token {index}")
+
+
+def check_greedy(ctx, tp, mode, seed, name):
+    block, config = Block(ctx, tp, mode, seed), CONFIGS[name]
+    model, whole = make(block, config)
+    model.train()
+    model.blocks[0].mlp.eval()
+    ids = draw_ids(block, config, 5)
+    out = model.generate(ids, 6)
+    assert torch.equal(out, dense_greedy(ids, whole, config, 6))
+    assert torch.equal(model.generate(ids.int(), 6), out.int())
+    assert [part.training for part in (model, model.norm, model.blocks[0].mlp)] == [True, True, False]
+    assert model.blocks[1].attention.out.sequence_parallel == config.sequence_parallel
+    model.loss(out, out.long()).backward()  # what came out can be trained on
+
+
+def check_argmax(ctx, tp, seed):
+    """Equal logits on several ranks and on one, shards that are uneven or empty."""
+    block = Block(ctx, tp, "group", seed)
+    group = resolve_group(block.group)
+    for vocab_size in (3, 13, 50257):
+        for dtype in (torch.float64, torch.bfloat16):
+            logits = torch.randint(-2, 3, (5, vocab_size), device=ctx.device).to(dtype)
+            logits[0] = -torch.inf
+            found = vocab_parallel_argmax(block.own(logits, -1), vocab_size, group)
+            assert torch.equal(found, logits.argmax(-1)) and found.dtype == torch.int64
+
+
+def check_sampling(ctx, tp, seed):
+    """One seed gives one result, which is the dense model's; ranks that were seeded apart still agree."""
+    block = Block(ctx, tp, "group", seed)
+    for config in (replace(GPT, vocab_size=50257), replace(LLAMA, sequence_parallel=True)):
+        model, whole = make(block, config)
+        alone = ParallelTransformer(config, group=TPGroup(None, 0, 1), device=ctx.device, dtype=torch.float64)
+        alone.load_state_dict(packed(alone, whole))
+        ids = draw_ids(block, config, 3)
+        for options in ({}, {"top_p": 0.6}):
+
+            def draw(model, ids=ids, options=options):
+                generator = torch.Generator(ctx.device).manual_seed(block.seed)
+                return model.generate(ids, 8, temperature=0.7, generator=generator, **options)
+
+            out = draw(model)
+            assert torch.equal(out, draw(model)) and torch.equal(out, draw(alone))
+            torch.manual_seed(block.seed + ctx.rank)
+            out = model.generate(ids, 8, temperature=2.0, **options)
+            assert len(all_gather(out[None], 0, tp, resolve_group(block.group)).unique(dim=0)) == 1
+        assert not torch.equal(model.generate(ids, 8, temperature=100.0), model.generate(ids, 8))
+        assert torch.equal(model.generate(ids, 8, temperature=1e-30), model.generate(ids, 8))
+        assert torch.equal(model.generate(ids, 8, temperature=5.0, top_p=1e-9), model.generate(ids, 8))
+
+
+def check_eos(ctx, tp, seed):
+    """An ended sequence repeats it, and all end together once the last one has."""
+    block = Block(ctx, tp, "group", seed)
+    model, _ = make(block, GPT)
+    ids = draw_ids(block, GPT, 3, batch=4)
+    free = model.generate(ids, 10)
+    for eos_id in range(GPT.vocab_size):
+        out = model.generate(ids, 10, eos_id=eos_id)
+        expected = free.clone()
+        for row in expected:
+            ends = (row[3:] == eos_id).nonzero()
+            if len(ends):
+                row[3 + ends[0] :] = eos_id
+        longest = max([3 + int((row[3:] != eos_id).sum()) for row in expected])
+        assert torch.equal(out, expected[:, : min(longest + 1, 13)]), eos_id
+
+
+def check_counts(ctx, tp):
+    """A greedy step: the embedding's all-reduce, two a block, and one small all-gather for the token."""
+    block = Block(ctx, tp, "group", 0)
+    model = ParallelTransformer(replace(LLAMA, sequence_parallel=True), device=ctx.device, **block.place)
+    with collectives_made() as names:
+        model.generate(draw_ids(block, LLAMA, 3), 2)
+    assert names == (["all_reduce"] * 5 + ["all_gather"]) * 2 * (tp > 1)
+
+
+@torch.no_grad()
+def check_refusals(ctx, tp, mode):
+    block = Block(ctx, tp, mode, 0)
+    place = {"device": ctx.device, **block.place}
+    model = ParallelTransformer(GPT, **place).eval()
+    ids = draw_ids(block, GPT, 5)
+    for args, told in (((2, 17), (17, 16)), ((0, 8), ("batch", 0)), ((2, -1), ("max_tokens", -1))):
+        with refuses(ValueError, *told):
+            KVCache(model, *args)
+    with refuses(TypeError, "batch", "float"):
+        KVCache(model, 2.0, 8)
+    with refuses(ValueError, "causal"):
+        KVCache(ParallelTransformer(replace(GPT, causal=False), **place), 2, 8)
+    with refuses(TypeError, "padding", torch.bool):
+        KVCache(model, 2, 8, padding=torch.ones(2, dtype=torch.bool))
+    with refuses(ValueError, "padding", (3,)):
+        KVCache(model, 2, 8, padding=ids.new_zeros(3))
+    with refuses(ValueError, "padding", "meta"):
+        KVCache(model, 2, 8, padding=ids.new_zeros(2, device="meta"))
+
+    cache = KVCache(model, 2, 8)
+    model(ids, cache=cache)
+    with refuses(ValueError, 5, 4, 8):
+        model(ids[:, :4], cache=cache)
+    with refuses(ValueError, 0):
+        model(ids[:, :0], cache=cache)
+    with refuses(ValueError, (1, 1), 2):
+        model(ids[:1, :1], cache=cache)
+    with refuses(ValueError, "padding"):
+        model(ids[:, :1], ids[:, :1] > 0, cache=cache)
+    with refuses(ValueError, "last_only"):
+        model(ids, last_only=True)
+    with refuses(TypeError, "length", 1.0):
+        cache.length = 1.0
+    for length in (-1, 9):
+        with refuses(ValueError, length, 8):
+            cache.length = length
+    with refuses(ValueError, "num_layers=2", "num_layers=1"):
+        ParallelTransformer(replace(GPT, num_layers=1), **place).eval()(ids[:, :1], cache=cache)
+    with torch.enable_grad(), refuses(ValueError, "inference_mode"):
+        model(ids[:, :1], cache=cache)
+    with refuses(ValueError, "eval"):
+        model.train()(ids[:, :1], cache=cache)
+    assert cache.length == 5
+    model.eval()
+    with refuses(ValueError, (2, 1), (2, 2)):
+        model.blocks[0](torch.zeros(2, 2, 8, device=ctx.device), cache=cache.extend(1)[0])
+    for options in ({"sequence_parallel": True}, {"causal": False}):
+        other = ParallelTransformer(replace(GPT, **options), **place).blocks[0].attention
+        with refuses(ValueError, "causal", "sequence_parallel"):
+            other(torch.zeros(1, 2, 8, device=ctx.device), cache=cache.extend(1)[0])
+
+    mask = torch.ones_like(ids, dtype=torch.bool)
+    for error, told, args, options in (
+        (ValueError, (5, 12, 16), (ids, 12), {}),
+        (ValueError, ("max_new_tokens", 0), (ids, 0), {}),
+        (TypeError, ("max_new_tokens", "float"), (ids, 2.0), {}),
+        (TypeError, (torch.float32,), (ids.float(), 2), {}),
+        (ValueError, ((5,),), (ids[0], 2), {}),
+        (ValueError, ((2, 0),), (ids[:, :0], 2), {}),
+        (ValueError, (13, "[0, 13)"), (ids.clone().fill_(13), 2), {}),
+        (ValueError, ("meta",), (ids, 2), {"mask": mask.to("meta")}),
+        (ValueError, ((2, 4), (2, 5)), (ids, 2), {"mask": mask[:, 1:]}),
+        (TypeError, (torch.int64,), (ids, 2), {"mask": mask.long()}),
+        (ValueError, ("left",), (ids, 2), {"mask": mask.tril(3)}),
+        (ValueError, ("left",), (ids, 2), {"mask": torch.zeros_like(mask)}),
+        (ValueError, ("temperature", -1.0), (ids, 2), {"temperature": -1.0}),
+        (ValueError, ("temperature", "nan"), (ids, 2), {"temperature": float("nan")}),
+        (ValueError, ("top_p", 0.0), (ids, 2), {"temperature": 1.0, "top_p": 0.0}),
+        (ValueError, ("top_p", 1.5), (ids, 2), {"temperature": 1.0, "top_p": 1.5}),
+        (ValueError, ("eos_id", 13, 13), (ids, 2), {"eos_id": 13}),
+    ):
+        with refuses(error, *told):
+            model.generate(*args, **options)
+
+
+@modes
+@configs
+def test_logits_equal_those_of_all_tokens_at_once(workers, tp, mode, seed, name):
+    workers.run(check_logits, tp, mode, seed, name)
+
+
+def test_float32_obeys_the_tolerance(workers, tp, seed):
+    workers.run(check_float32, tp, seed)
+
+
+@pytest.mark.parametrize("name", ["gpt", "llama", "gpt-sequence-parallel", "llama-one-kv-head"])
+def test_prompts_of_different_lengths(workers, tp, seed, name):
+    workers.run(check_padding, tp, seed, name)
+
+
+@pytest.mark.parametrize("with_padding", [False, True], ids=["whole", "padded"])
+@pytest.mark.parametrize("name", ["gpt", "llama", "llama-one-kv-head", "llama-sequence-parallel"])
+def test_a_step_can_be_a_graph(workers, tp, seed, name, with_padding):
+    workers.run(check_graph, tp, seed, name, with_padding)
+
+
+@modes
+@configs
+def test_greedy_tokens_are_the_dense_models(workers, tp, mode, seed, name):
+    workers.run(check_greedy, tp, mode, seed, name)
+
+
+def test_argmax_takes_the_lowest_of_equals(workers, tp, seed):
+    workers.run(check_argmax, tp, seed)
+
+
+def test_sampling_repeats_and_agrees(workers, tp, seed):
+    workers.run(check_sampling, tp, seed)
+
+
+def test_ended_sequences(workers, tp, seed):
+    workers.run(check_eos, tp, seed)
+
+
+def test_collectives_of_a_step(workers, tp):
+    workers.run(check_counts, tp)
+
+
+@modes
+def test_bad_input_is_refused_before_any_collective(workers, tp, mode):
+    workers.run(check_refusals, tp, mode)
+
+
+def test_draws_follow_the_probabilities(seed):
+    logits = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().expand(40_000, -1)
+    generator = torch.Generator().manual_seed(seed)
+    for temperature, top_p, weights in (
+        (1.0, 1.0, [0.1, 0.4, 0.2, 0.3]),
+        (0.5, 1.0, [0.01, 0.16, 0.04, 0.09]),
+        (1.0, 0.65, [0.0, 0.4, 0.0, 0.3]),
+        (1.0, 0.75, [0.0, 0.4, 0.2, 0.3]),
+        (1.0, 0.3, [0.0, 1.0, 0.0, 0.0]),
+    ):
+        counts = sample(logits, temperature, top_p, generator).bincount(minlength=4)
+        expected = torch.tensor(weights) / sum(weights)
+        assert ((counts / len(logits)) - expected).abs().max() < 0.02  # six standard deviations and more
+        assert (counts[expected == 0] == 0).all()

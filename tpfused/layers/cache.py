@@ -1,0 +1,188 @@
+"""Keys and values of the tokens so far, so that a decoding step computes its new tokens only."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from tpfused.parameter import check_size
+
+if TYPE_CHECKING:
+    from tpfused.layers.transformer import ParallelTransformer
+
+
+@dataclass(frozen=True)
+class LayerCache:
+    """A layer's part of a `KVCache` during one call, which adds some tokens. `KVCache.extend` makes them.
+
+    Attributes:
+        keys, values: ``[batch, own kv heads, max_tokens, head_dim]``, written in place.
+        slots: ``[new tokens]``, where in the cache the new tokens go.
+        positions: ``[batch or 1, new tokens]``, for learned and rotary positions.
+        seen: the new tokens attend to the first `seen` slots, causally:
+        mask: boolean ``[batch or 1, 1, new tokens, seen]``, with no empty row; None: the first tokens, as many as
+            `seen`, or one that sees all.
+    """
+
+    keys: Tensor
+    values: Tensor
+    slots: Tensor
+    positions: Tensor
+    seen: int
+    mask: Tensor | None
+
+    @property
+    def causal(self) -> bool:
+        return self.mask is None and self.seen == len(self.slots)
+
+    def add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keep the new tokens' ``[batch, own kv heads, new tokens, d]``; -> the keys and values to attend to."""
+        for kept, new in ((self.keys, k), (self.values, v)):
+            kept.index_copy_(2, self.slots, new.to(kept.dtype))
+        return self.keys[:, :, : self.seen].to(k.dtype), self.values[:, :, : self.seen].to(v.dtype)
+
+
+class KVCache:
+    """Keys and values of this rank's kv heads, for ``model(ids, cache=cache)``.
+
+    Args:
+        model: a causal `ParallelTransformer`; the cache gets its device.
+        batch: how many sequences.
+        max_tokens: room for so many tokens of each, at most the model's `max_positions`.
+        padding: int64 ``[batch]``: how many of each sequence's first tokens are padding, which nothing attends to and
+            which positions do not count; None: none. Prompts of different lengths end together that way.
+        dtype: None: the model's.
+
+    `keys` and `values` are ``[layers, batch, own kv heads, max_tokens, head_dim]``; a kv head that several ranks share
+    is on each of them.
+
+    `length` counts the tokens that are cached. Each call of the model adds its own; set it to go back (0 starts anew).
+    A call can be captured in a CUDA graph: it reads the length from the device, attends to the whole cache under a
+    mask, and leaves the length as it is: after each replay, ``cache.length += 1``.
+
+    Raises:
+        ValueError: a model that is not causal, sizes that do not fit, a length outside ``[0, max_tokens]``.
+        TypeError: sizes, padding or a length that are not integers.
+    """
+
+    def __init__(
+        self,
+        model: ParallelTransformer,
+        batch: int,
+        max_tokens: int,
+        *,
+        padding: Tensor | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        config = model.config
+        check_size(batch, "batch")
+        check_size(max_tokens, "max_tokens")
+        if not config.causal:
+            raise ValueError("a cache is for causal attention: with causal=False new tokens change those before them")
+        if max_tokens > config.max_positions:
+            raise ValueError(f"max_tokens {max_tokens} is more than max_positions {config.max_positions}")
+        weight, attention = model.embedding.local("weight"), model.blocks[0].attention
+        if padding is not None:
+            _check_padding(padding, batch, weight.device)
+        self.config, self.ranks = config, model.group.size
+        self.batch = batch
+        self.max_tokens = max_tokens
+        self.padding = padding
+        shape = config.num_layers, batch, attention.own_kv_heads, max_tokens, attention.head_dim
+        # Not uninitialised: what is masked still counts zero times its value, and zero times NaN is NaN.
+        self.keys, self.values = (
+            torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device) for _ in range(2)
+        )
+        self._length = 0
+        self._device_length = torch.zeros(1, dtype=torch.int64, device=weight.device)
+
+    @property
+    def length(self) -> int:
+        return self._length
+
+    @length.setter
+    def length(self, tokens: int) -> None:
+        if not isinstance(tokens, int):
+            raise TypeError(f"a cache's length must be an integer, not {tokens!r}")
+        if not 0 <= tokens <= self.max_tokens:
+            raise ValueError(f"a cache of max_tokens {self.max_tokens} cannot hold {tokens} tokens")
+        self._length = tokens
+        self._device_length.fill_(tokens)
+
+    def extend(self, tokens: int) -> list[LayerCache]:
+        """What each layer needs to add `tokens` tokens. The length stays: `added` raises it when all layers have.
+
+        Raises:
+            ValueError: there is no room for them, or there are none.
+        """
+        check_size(tokens, "tokens to add to a cache")
+        if self._length + tokens > self.max_tokens:
+            raise ValueError(
+                f"{self._length} cached and {tokens} new tokens are more than the cache's max_tokens {self.max_tokens}"
+            )
+        captured = self.captured()
+        seen = self.max_tokens if captured else self._length + tokens
+        slots = self._device_length + torch.arange(tokens, device=self.keys.device)
+        mask, positions = None, slots.unsqueeze(0)
+        # Without a mask faster kernels run: they know of causal attention among the first tokens, and one token that
+        # comes last sees all.
+        if captured or self.padding is not None or self._length > 0 and tokens > 1:
+            keys, queries = torch.arange(seen, device=self.keys.device), slots.unsqueeze(-1)
+            mask = (keys <= queries).unsqueeze(0)
+            if self.padding is not None:
+                positions = (positions - self.padding.unsqueeze(-1)).clamp(min=0)
+                # Padding attends to itself: an empty row would need extra care, and no one looks at the result.
+                mask = mask & (keys >= self.padding[:, None, None]) | (keys == queries)
+            mask = mask.unsqueeze(1)
+        parts = zip(self.keys, self.values, strict=True)
+        return [LayerCache(keys, values, slots, positions, seen, mask) for keys, values in parts]
+
+    def added(self, tokens: int) -> None:
+        """All layers have added `tokens`. In a graph this would happen once, at the capture: there the user does it."""
+        if not self.captured():
+            self.length += tokens
+
+    def captured(self) -> bool:
+        """Whether a CUDA graph is being captured: shapes and numbers of the host are for all its replays then."""
+        return self.keys.is_cuda and torch.cuda.is_current_stream_capturing()
+
+    def check(self, model: ParallelTransformer, ids: Tensor) -> None:
+        """Refuse `ids` ``[batch, tokens]`` that are not for this cache, and a model that it was not made for."""
+        if (self.config, self.ranks) != (model.config, model.group.size):
+            raise ValueError(
+                f"the cache was made for {self.config} on {self.ranks} ranks, "
+                f"not for {model.config} on {model.group.size}"
+            )
+        if ids.shape[0] != self.batch:
+            raise ValueError(f"the cache is for a batch of {self.batch}, not for ids of shape {tuple(ids.shape)}")
+        if model.training or torch.is_grad_enabled():
+            raise ValueError(
+                "a cache is for inference: call model.eval(), and the model under torch.inference_mode() or no_grad()"
+            )
+
+
+@contextmanager
+def with_attributes(module: nn.Module, **values: object) -> Iterator[None]:
+    """Inside, `module` and all modules in it that have attributes of these names have these values."""
+    before = [(part, name, getattr(part, name)) for part in module.modules() for name in values if hasattr(part, name)]
+    try:
+        for part, name, _ in before:
+            setattr(part, name, values[name])
+        yield
+    finally:
+        for part, name, value in before:
+            setattr(part, name, value)
+
+
+def _check_padding(padding: Tensor, batch: int, device: torch.device) -> None:
+    if not isinstance(padding, Tensor) or padding.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"padding must be an int64 tensor, not {getattr(padding, 'dtype', type(padding).__name__)}")
+    if padding.shape != (batch,):
+        raise ValueError(f"padding must have shape ({batch},), not {tuple(padding.shape)}")
+    if padding.device != device:
+        raise ValueError(f"the padding is on {padding.device}, the model on {device}")
