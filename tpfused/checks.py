@@ -50,6 +50,8 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: st
     check_input(x, weight.shape[1], weight, operation)
     if bias is None:
         return
+    if not isinstance(bias, Tensor):
+        raise TypeError(f"{operation}: the bias must be a tensor, not {bias!r}")
     if bias.shape != weight.shape[:1]:
         raise ValueError(
             f"{operation}: the bias must have {weight.shape[0]} features like the weight, not shape {tuple(bias.shape)}"
@@ -67,6 +69,7 @@ def check_sequence_dim(sequence_dim: int) -> None:
 
 def token_dim(x: Tensor, sequence_dim: int, layer: str, *, has_features: bool = True) -> int:
     """`sequence_dim` as an index from the front; it must not be the feature dimension (of an input that has one)."""
+    check_sequence_dim(sequence_dim)
     dim = sequence_dim + x.ndim if sequence_dim < 0 else sequence_dim
     if not 0 <= dim < x.ndim - has_features:
         raise ValueError(
@@ -84,6 +87,8 @@ def total_tokens(x_shard: Tensor, dim: int, total_len: int | None, group: TPGrou
         return x_shard.shape[dim] * group.size
     if not isinstance(total_len, int):
         raise TypeError(f"{layer}: total_len must be an integer, not {total_len!r}")
+    if total_len < 0:
+        raise ValueError(f"{layer}: total_len {total_len} is negative")
     own = shard_size(total_len, group.size, group.rank)
     if x_shard.shape[dim] != own:
         raise ValueError(

@@ -106,7 +106,9 @@ def sample(
 ) -> Tensor:
     """Draw ids ``[batch]`` from whole logits ``[batch, vocabulary]``, as `generate` says; in float32 or float64."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    # The largest taken off first: divided by a small temperature it might be infinite.
+    # The largest taken off first: divided by a small temperature it might be infinite. One that is 0 in this dtype is
+    # the smallest instead.
+    temperature = max(temperature, torch.finfo(logits.dtype).tiny)
     probabilities = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     if top_p == 1.0:
         return torch.multinomial(probabilities, 1, generator=generator).squeeze(-1)

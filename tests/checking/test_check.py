@@ -39,6 +39,8 @@ def test_lists_every_operation_and_layer(capsys):
         (["--case", "no such layer"], "no case has 'no such layer'"),
         (["--json", "/no/such/folder/x.json"], "there is no folder"),
         (["--gpus", "99"], "99"),
+        (["--gpus", "-1"], "--gpus -1: at least one"),
+        (["--cpu", "--gpus", "0"], "--gpus 0: at least one"),
     ],
 )
 def test_wrong_use_is_one_line(options, told, capsys, monkeypatch):

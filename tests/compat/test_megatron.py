@@ -262,6 +262,9 @@ def check_refusals(ctx, tp, seed):
     ):
         with refuses(ValueError, *option):
             make(ColumnParallelLinear, block, 8, 16, **option)
+    for wrong in (None, {"sequence_parallel": True}):
+        with refuses(TypeError, "config", type(wrong).__name__):
+            ColumnParallelLinear(8, 16, config=wrong, init_method=None)
     with refuses(ValueError, "is_expert"):
         make(RowParallelLinear, block, 8, 16, is_expert=True)
     headless = make(ColumnParallelLinear, block, 8, 16, skip_weight_param_allocation=True)

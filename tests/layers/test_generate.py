@@ -233,6 +233,11 @@ def check_refusals(ctx, tp, mode):
         KVCache(model, 2, 8, padding=torch.ones(2, dtype=torch.bool))
     with refuses(ValueError, "padding", (3,)):
         KVCache(model, 2, 8, padding=ids.new_zeros(3))
+    for wrong in (-3, 8):
+        with refuses(ValueError, "padding", wrong, "max_tokens 8"):
+            KVCache(model, 2, 8, padding=ids.new_tensor([0, wrong]))
+    with refuses(TypeError, torch.int64):
+        KVCache(model, 2, 8, dtype=torch.int64)
     with refuses(ValueError, "padding", "meta"):
         KVCache(model, 2, 8, padding=ids.new_zeros(2, device="meta"))
 

@@ -268,6 +268,8 @@ def check_refusals(ctx, tp):
             operation(x, weight[0], **block.place)
         with refuses(ValueError, operation.__name__, "5 features", (6,)):
             operation(x, weight, torch.ones(6, device=ctx.device), **block.place)
+        with refuses(TypeError, operation.__name__, "must be a tensor", "gelu"):
+            operation(x, weight, "gelu", **block.place)
         with refuses(TypeError, operation.__name__, "bfloat16", "float32"):
             operation(x, weight, torch.ones(5, device=ctx.device).bfloat16(), **block.place)
     with refuses(TypeError, "float64"):

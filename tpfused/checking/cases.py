@@ -45,6 +45,7 @@ class Layer:
     ids: bool = False  # its input is token ids
     in_shard: bool = False  # its input is this rank's features
     out_shard: bool = False
+    has_heads: bool = False  # which have to divide by the ranks
 
 
 class _Loss(nn.Module):
@@ -80,12 +81,14 @@ LAYERS = {
     "ParallelGatedMLP sequence_parallel": Layer(
         partial(tpfused.ParallelGatedMLP, HIDDEN, FFN, sequence_parallel=True), splits_tokens=True
     ),
-    "ParallelAttention": Layer(partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True)),
+    "ParallelAttention": Layer(partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True), has_heads=True),
     "ParallelAttention sequence_parallel": Layer(
-        partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True, sequence_parallel=True), splits_tokens=True
+        partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True, sequence_parallel=True),
+        splits_tokens=True,
+        has_heads=True,
     ),
     "vocab_parallel_cross_entropy": Layer(_Loss, features=VOCABULARY, in_shard=True),
-    "ParallelTransformer": Layer(_transformer, ids=True, out_shard=True),
+    "ParallelTransformer": Layer(_transformer, ids=True, out_shard=True, has_heads=True),
 }
 
 
@@ -117,7 +120,13 @@ def cases(degrees: tuple[int, ...], tiers: tuple[str, ...], on_gpu: bool) -> lis
         for dtype in dtypes
         for size in range(len(SIZES))
     ]
-    found += [Case("layer", name, tp, dtype) for tp in degrees for name in LAYERS for dtype in dtypes[:1] + dtypes[2:]]
+    found += [
+        Case("layer", name, tp, dtype)
+        for tp in degrees
+        for name, layer in LAYERS.items()
+        for dtype in dtypes[:1] + dtypes[2:]
+        if not (layer.has_heads and HEADS % tp)
+    ]
     return found
 
 

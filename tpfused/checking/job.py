@@ -18,7 +18,7 @@ from tpfused.checking.worker import work
 from tpfused.cli.errors import UserError
 from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
-from tpfused.training.launch import WorkerFailed, run_workers
+from tpfused.training.launch import WorkerFailed, run_workers, torchrun_worker
 
 TIERS = {"cuda": ("p2p", "nccl"), "cpu": ("reference",)}
 CPU_WORLD = 2
@@ -26,14 +26,16 @@ CPU_WORLD = 2
 
 def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code."""
+    if torchrun_worker(emit=lambda name, payload: None) is not None:
+        raise UserError("it starts its own workers: run it without torchrun, on each host")
     found = torch.cuda.device_count()
     device = "cpu" if options["cpu"] or not found else "cuda"
     world = options["gpus"] or (found if device == "cuda" else CPU_WORLD)
-    if device == "cuda" and world > found:
-        raise UserError(f"--gpus {world}: torch finds {found} here")
-    if options["json"]:
+    if world < 1 or options["gpus"] == 0 or (device == "cuda" and world > found):
+        raise UserError(f"--gpus {options['gpus']}: at least one is needed, and torch finds {found} here")
+    if options["json"] is not None:
         check_writable("json", options["json"])
-    degrees = tuple(degree for degree in (1, 2, 4, 8) if world % degree == 0)
+    degrees = tuple(sorted({degree for degree in (1, 2, 4, 8) if world % degree == 0} | {world}))
     chosen = [case for case in cases(degrees, TIERS[device], device == "cuda") if options["case"] in case.label]
     if not chosen:
         raise UserError(f"no case has {options['case']!r} in its name: tpfused check --list shows them")
@@ -48,7 +50,7 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
     seed = options["seed"] if options["seed"] is not None else torch.seed() % 2**31
     print(f"{world} x {card}: {len(chosen)} cases, --seed {seed}", flush=True)
     if device == "cpu":
-        print("no GPU here: the layers and operations are checked on their plain path, in float64", flush=True)
+        print("on the CPU, the layers and operations are checked on their plain path, in float64", flush=True)
     rows: list[dict[str, Any]] = []
     started = time.monotonic()
     code = 0
@@ -76,13 +78,17 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
         print("tpfused check: interrupted", file=sys.stderr)
         code = 130
     wrong = [row for row in rows if not row["ok"]]
-    if options["json"]:
-        found = measured_on(card, world)
-        meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}
-        meta |= {"seed": seed, "complete": len(rows) == len(chosen)}
-        Path(options["json"]).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
     seconds = time.monotonic() - started
     print(f"{len(rows) - len(wrong)} right, {len(wrong)} wrong of {len(chosen)} in {seconds:.0f} s")
     for row in wrong:
         print(f"  wrong: {row['label']}: {row['error'] or row['tensor']}")
-    return code or int(bool(wrong))
+    if options["json"] is not None:
+        found = measured_on(card, world)
+        meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}
+        meta |= {"seed": seed, "complete": len(rows) == len(chosen)}
+        try:
+            Path(options["json"]).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
+        except OSError as error:
+            print(f"tpfused check: --json {options['json']}: {error.strerror}", file=sys.stderr)
+            code = code or 1
+    return code or int(bool(wrong) or len(rows) < len(chosen))

@@ -61,7 +61,8 @@ class KVCache:
     `keys` and `values` are ``[layers, batch, own kv heads, max_tokens, head_dim]``; a kv head that several ranks share
     is on each of them.
 
-    `length` counts the tokens that are cached. Each call of the model adds its own; set it to go back (0 starts anew).
+    `length` counts the tokens that are cached. Each call of the model adds its own; set it to go back (0 starts anew):
+    beyond what was cached there are zeros.
     A call can be captured in a CUDA graph: it reads the length from the device, attends to the whole cache under a
     mask, and leaves the length as it is: after each replay, ``cache.length += 1``.
 
@@ -88,7 +89,9 @@ class KVCache:
             raise ValueError(f"max_tokens {max_tokens} is more than max_positions {config.max_positions}")
         weight, attention = model.embedding.local("weight"), model.blocks[0].attention
         if padding is not None:
-            _check_padding(padding, batch, weight.device)
+            _check_padding(padding, batch, max_tokens, weight.device)
+        if dtype is not None and not dtype.is_floating_point:
+            raise TypeError(f"a cache's dtype must be floating-point, not {dtype}")
         self.config, self.ranks = config, model.group.size
         self.batch = batch
         self.max_tokens = max_tokens
@@ -107,7 +110,7 @@ class KVCache:
 
     @length.setter
     def length(self, tokens: int) -> None:
-        if not isinstance(tokens, int):
+        if not isinstance(tokens, int) or isinstance(tokens, bool):
             raise TypeError(f"a cache's length must be an integer, not {tokens!r}")
         if not 0 <= tokens <= self.max_tokens:
             raise ValueError(f"a cache of max_tokens {self.max_tokens} cannot hold {tokens} tokens")
@@ -179,10 +182,13 @@ def with_attributes(module: nn.Module, **values: object) -> Iterator[None]:
             setattr(part, name, value)
 
 
-def _check_padding(padding: Tensor, batch: int, device: torch.device) -> None:
+def _check_padding(padding: Tensor, batch: int, max_tokens: int, device: torch.device) -> None:
     if not isinstance(padding, Tensor) or padding.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"padding must be an int64 tensor, not {getattr(padding, 'dtype', type(padding).__name__)}")
     if padding.shape != (batch,):
         raise ValueError(f"padding must have shape ({batch},), not {tuple(padding.shape)}")
     if padding.device != device:
         raise ValueError(f"the padding is on {padding.device}, the model on {device}")
+    least, most = (int(value) for value in padding.aminmax())
+    if least < 0 or most >= max_tokens:
+        raise ValueError(f"padding from {least} to {most} does not fit a cache of max_tokens {max_tokens}")

@@ -71,6 +71,8 @@ def _lists(weights, biases, out_features) -> tuple[Sequence, Sequence, Sequence]
     for what, values in (("biases", biases), ("out_features", out_features)):
         if values is None:
             values = [None] * len(weights)
+        elif not isinstance(values, list | tuple):
+            raise TypeError(f"{NAME}: several weights take a list of {what}, not {values!r}")
         elif len(values) != len(weights) or any(value is None for value in values):
             raise ValueError(f"{NAME}: {len(weights)} weights take as many {what}, or none, not {len(values)}")
         given.append(tuple(values))

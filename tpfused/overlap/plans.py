@@ -120,8 +120,11 @@ def all_features(given: int | None, own: int, weight: Tensor, tp: TPGroup, what:
     """The features `given` of all ranks, of which this rank's weight must have its `own`. `what`: how they are called.
 
     Raises:
+        TypeError: they are not a whole number.
         ValueError: they are not split like this.
     """
+    if given is not None and (not isinstance(given, int) or given < 0):
+        raise TypeError(f"{what} must be a whole number, not {given!r}")
     if given is not None and shard_size(given, tp.size, tp.rank) != own:
         raise ValueError(
             f"{what} {given}: rank {tp.rank} of {tp.size} owns {shard_size(given, tp.size, tp.rank)} of them, but its "

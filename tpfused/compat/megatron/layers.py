@@ -40,6 +40,8 @@ class _Layer(ParallelModule):
     def _setup(self, config, init_method: Init, tp_group: dist.ProcessGroup | None, stride: int = 1) -> dict:
         """To be called first -> the arguments that say how parameters are made."""
         check_size(stride, "stride")
+        if config is None or isinstance(config, dict | str):
+            raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
         self.config = config
         self.stride = stride
         group = find_group(tp_group)
