@@ -323,3 +323,14 @@ def test_explanation():
         "all_gather_matmul  8,192  4,096  14,336  bfloat16      2  1,234.5     90.0       2,000.0  p2p        measured",
         "all_gather_matmul      1  4,096       ?  bfloat16      2                                  reference  autocast",
     ]
+
+
+def check_listed_once(ctx):
+    for name in ("reference", "reference", "first"):
+        with tier(name):
+            tier_of(ctx, Attempts())
+    assert len(explain()) == len({str(choice) for choice in explain()})
+
+
+def test_what_is_the_same_is_listed_once(workers):
+    workers.run(check_listed_once)

@@ -79,8 +79,12 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
 
 
 def made() -> list[Choice]:
-    """The choices of this process, for `explain`."""
-    return list(_listed.values())
+    """The choices of this process, for `explain`; the same ones, made in other groups or for other reasons, once."""
+    told: list[Choice] = []
+    for choice in _listed.values():
+        if choice not in told:
+            told.append(choice)
+    return told
 
 
 def bucket(rows: int) -> int:
