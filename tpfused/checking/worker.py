@@ -35,7 +35,6 @@ def work(argument: dict[str, Any], worker: Worker) -> None:
         answer = _agreed(_attempt(case, group, device))
         if worker.rank == 0:
             worker.emit("answer", answer)
-    dist.barrier()
     dist.destroy_process_group()
 
 

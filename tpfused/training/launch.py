@@ -208,9 +208,17 @@ def _worker_main(name, argument, rank, world, port, sender) -> None:
         getattr(importlib.import_module(module), function)(argument, worker)
     except Exception as error:
         emit("failed", (time.monotonic(), *describe(error, worker)))
-        sys.stdout.flush()
-        # Not `sys.exit`: destructors of a broken process group can wait for its lost peers.
-        os._exit(1)
+        _leave(1)
+    _leave(0)
+
+
+def _leave(code: int) -> None:
+    """End this process without its destructors: those of a broken process group can wait for its lost peers, and those
+    of a sound one abort now and then ("terminate called without an active exception").
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def describe(error: Exception, worker: Worker) -> tuple[str, int, str]:

@@ -47,20 +47,17 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
     if on_gpu:
         torch.cuda.set_device(device)
     join_group(worker, device, TIMEOUT_S)
-    try:
-        torch.manual_seed(argument["seed"] + worker.rank)
-        # Threads that watch the collectives go on calling CUDA during a capture.
-        timer = GpuTimer(capture_error_mode="thread_local") if on_gpu else None
-        place = Place(worker.world, device, DTYPES[argument["dtype"]])
-        for case in argument["cases"]:
-            if worker.rank == 0:
-                worker.emit("start", case.label)
-            rows = measure(case.on(worker.world), place, timer, argument["rounds"])
-            if worker.rank == 0:
-                worker.emit("rows", rows)
-        dist.barrier()  # gloo aborts a process whose last collective is still under way when another leaves
-    finally:
-        dist.destroy_process_group()
+    torch.manual_seed(argument["seed"] + worker.rank)
+    # Threads that watch the collectives go on calling CUDA during a capture.
+    timer = GpuTimer(capture_error_mode="thread_local") if on_gpu else None
+    place = Place(worker.world, device, DTYPES[argument["dtype"]])
+    for case in argument["cases"]:
+        if worker.rank == 0:
+            worker.emit("start", case.label)
+        rows = measure(case.on(worker.world), place, timer, argument["rounds"])
+        if worker.rank == 0:
+            worker.emit("rows", rows)
+    dist.destroy_process_group()
 
 
 def measure(case: Case, place: Place, timer: GpuTimer | None, rounds: int) -> list[Row]:
