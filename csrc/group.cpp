@@ -2,6 +2,7 @@
 
 #include <cstdio>
 #include <cstring>
+#include <thread>
 
 #include "check.h"
 
@@ -124,9 +125,20 @@ void Group::give_up(const std::string& operation, double seconds) {
   }
   fail(told);
   std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
-  if (nccl) {
-    ncclCommAbort(nccl);
-    nccl = nullptr;
+  if (nccl) abort_nccl();
+}
+
+void Group::abort_nccl() {
+  // NCCL ends its kernels at once, but returns only when no CUDA graph that holds one is left.
+  std::thread aborting([comm = nccl, device = device] {
+    cudaSetDevice(device);
+    ncclCommAbort(comm);
+  });
+  nccl = nullptr;
+  if (captured_) {
+    aborting.detach();
+  } else {
+    aborting.join();
   }
 }
 
@@ -135,7 +147,7 @@ Group::~Group() {
   cudaGetDevice(&previous);
   cudaSetDevice(device);
   watchdog.reset();
-  if (nccl) ncclCommAbort(nccl);  // waits for nobody
+  if (nccl) abort_nccl();  // waits for no other rank
   peers.reset();
   kept_.clear();
   if (replayed_) cudaFree(replayed_);
@@ -156,6 +168,7 @@ void Group::begin(const char* operation, cudaStream_t stream) {
   capturing_ = status == cudaStreamCaptureStatusActive;
   caller_ = stream;
   if (capturing_) {
+    captured_ = true;
     if (peers && !peers->by_device) count_on_device();
     watchdog->watch_replays(operation);
   } else {

@@ -159,6 +159,7 @@ class Group {
  private:
   // Says who is missing, and lets everything on this rank's streams go on, so that the GPU and its process can.
   void give_up(const std::string& operation, double seconds);
+  void abort_nccl();
   void count_on_device();  // from now on
   void wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
   void set(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
@@ -166,6 +167,7 @@ class Group {
   MemoryOperations operations_;
   uint32_t uses_ = 0;
   bool capturing_ = false;
+  std::atomic<bool> captured_{false};              // whether a graph has ever been
   cudaStream_t caller_ = nullptr;                  // of the operation that is being enqueued
   std::vector<std::unique_ptr<PeerMemory>> kept_;  // for graphs that were captured with them
   Replays* replays_ = nullptr;                     // the host's

@@ -152,7 +152,16 @@ class ParallelAttention(nn.Module):
 
         weight, bias = packed("weight"), None if self.q.bias is None else packed("bias")
         sequence_dim = self.sequence_dim if self.sequence_parallel else None
-        return column_forward(x, weight, bias, self.group, sequence_dim=sequence_dim, total_len=total_len)
+        return column_forward(
+            x,
+            weight,
+            bias,
+            self.group,
+            out_features=weight.shape[0] * self.group.size,
+            sequence_dim=sequence_dim,
+            total_len=total_len,
+            backend=self.out.backend,
+        )
 
     def _heads(self, qkv: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """-> q ``[batch, own heads, tokens, d]``, k and v ``[batch, own kv heads, tokens, d]``, positions applied."""

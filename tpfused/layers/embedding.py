@@ -8,9 +8,12 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import checks, reference
-from tpfused.collectives import own_slice
+from tpfused.collectives import own_slice, reduce_from_group, reduce_scatter_tokens
+from tpfused.kernels.embedding import embedding
+from tpfused.layers.backend import runs_kernels
 from tpfused.layers.ids import IdCheck, check_mode
 from tpfused.parameter import ParallelModule, check_size, local
+from tpfused.sharding import shard_range
 
 
 class VocabParallelEmbedding(ParallelModule):
@@ -97,6 +100,10 @@ class VocabParallelEmbedding(ParallelModule):
         if self.sequence_parallel:
             dim = checks.token_dim(ids, self.sequence_dim, "VocabParallelEmbedding", has_features=False)
         unsure = self._id_check(ids, self.num_embeddings, self.check)
+        if runs_kernels(weight) and weight.shape[0]:
+            start, _ = shard_range(self.num_embeddings, self.group.size, self.group.rank)
+            rows = embedding(ids, weight, start, self.num_embeddings, self.padding_idx, check=unsure)
+            return reduce_from_group(rows, self.group) if dim is None else reduce_scatter_tokens(rows, dim, self.group)
         out = reference.vocab_parallel_embedding(
             ids, weight, self.num_embeddings, self.group, padding_idx=self.padding_idx, sequence_dim=dim
         )

@@ -7,8 +7,12 @@ from collections.abc import Callable, Sequence
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.collectives import gather_from_group
+from tpfused.collectives import gather_from_group, scatter_to_group
 from tpfused.group import TPGroup
+from tpfused.overlap.all_gather_matmul import all_gather_matmul
+from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
+from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
+from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfused.packing import Packing
 from tpfused.parameter import LinearParameters, init_weight, new_whole_bias
 from tpfused.sharding import shard_size
@@ -76,6 +80,7 @@ class ColumnParallelLinear(LinearParameters):
             device=device,
             dtype=dtype,
         )
+        self.backend = backend
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.activation = activation
@@ -93,7 +98,9 @@ class ColumnParallelLinear(LinearParameters):
             sequence_dim=self.sequence_dim if self.sequence_parallel else None,
             total_len=total_len,
             activation=self.activation,
-            gather_features=self.out_features if self.gather_output else None,
+            out_features=self.out_features,
+            gather_output=self.gather_output,
+            backend=self.backend,
         )
         if not self.skip_bias_add:
             return out
@@ -111,10 +118,12 @@ def column_forward(
     bias: Tensor | None,
     group: TPGroup,
     *,
+    out_features: int,
     sequence_dim: int | None,
     total_len: int | None,
     activation: str | None = None,
-    gather_features: int | None = None,
+    gather_output: bool = False,
+    backend: str | None = None,
 ) -> Tensor:
     """A column-parallel layer's checks and computation with these local weights; `sequence_dim` None: x is whole."""
     layer = "ColumnParallelLinear"
@@ -124,16 +133,24 @@ def column_forward(
         total_len = checks.total_tokens(x, sequence_dim, total_len, group, layer)
     elif total_len is not None:
         raise ValueError(f"{layer}: total_len {total_len} is only for sequence_parallel=True")
-    return reference.column_parallel_linear(
-        x,
-        weight,
-        bias,
-        group,
-        activation=activation,
-        gather_features=gather_features,
-        sequence_dim=sequence_dim,
-        total_len=total_len,
-    )
+    if backend == "reference":
+        return reference.column_parallel_linear(
+            x,
+            weight,
+            bias,
+            group,
+            activation=activation,
+            gather_features=out_features if gather_output else None,
+            sequence_dim=sequence_dim,
+            total_len=total_len,
+        )
+    overlapped = {"out_features": out_features, "group": group}
+    if sequence_dim is None:
+        operation = matmul_all_gather if gather_output else column_matmul
+        return operation(x, weight, bias, activation, **overlapped)
+    overlapped |= {"sequence_dim": sequence_dim, "total_len": total_len}
+    out = all_gather_matmul(x, weight, bias, activation, **overlapped)
+    return gather_from_group(out, -1, out_features, group) if gather_output else out
 
 
 class PackedColumnParallelLinear(ColumnParallelLinear):
@@ -212,6 +229,7 @@ class RowParallelLinear(LinearParameters):
             device=device,
             dtype=dtype,
         )
+        self.backend = backend
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
         self.skip_bias_add = skip_bias_add
@@ -225,14 +243,19 @@ class RowParallelLinear(LinearParameters):
         checks.check_input(x, features, weight, "RowParallelLinear")
         dim = checks.token_dim(x, self.sequence_dim, "RowParallelLinear") if self.sequence_parallel else None
         bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
-        out = reference.row_parallel_linear(
-            x,
-            weight,
-            None if self.skip_bias_add else bias,
-            self.group,
-            input_is_parallel=self.input_is_parallel,
-            sequence_dim=dim,
-        )
+        added = None if self.skip_bias_add else bias
+        if self.backend == "reference":
+            out = reference.row_parallel_linear(
+                x, weight, added, self.group, input_is_parallel=self.input_is_parallel, sequence_dim=dim
+            )
+        else:
+            if not self.input_is_parallel:
+                x = scatter_to_group(x, -1, self.group)
+            overlapped = {"in_features": self.in_features, "group": self.group}
+            if dim is None:
+                out = matmul_all_reduce(x, weight, added, **overlapped)
+            else:
+                out = matmul_reduce_scatter(x, weight, added, sequence_dim=dim, **overlapped)
         return (out, bias) if self.skip_bias_add else out
 
     def extra_repr(self) -> str:

@@ -7,6 +7,8 @@ from collections.abc import Callable
 from torch import Tensor, nn
 
 from tpfused import checks, reference
+from tpfused.kernels.gated_act import gated_act
+from tpfused.layers.backend import runs_kernels
 from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
@@ -117,4 +119,6 @@ class ParallelGatedMLP(nn.Module):
 
     def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
-        return self.down(reference.gated_act(self.gate_up(x, total_len=total_len), self.activation))
+        gate_up = self.gate_up(x, total_len=total_len)
+        gate = gated_act if runs_kernels(gate_up, self.down.backend) else reference.gated_act
+        return self.down(gate(gate_up, activation=self.activation))

@@ -266,7 +266,10 @@ class ParallelTransformer(nn.Module):
             return self.head(x, total_len=total_len)
         sequence_dim = self.config.sequence_dim if self.sequence_parallel else None
         weight = self.embedding.local("weight")
-        return column_forward(x, weight, None, self.group, sequence_dim=sequence_dim, total_len=total_len)
+        vocab_size = self.config.vocab_size
+        return column_forward(
+            x, weight, None, self.group, out_features=vocab_size, sequence_dim=sequence_dim, total_len=total_len
+        )
 
 
 def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, training: bool) -> Tensor:

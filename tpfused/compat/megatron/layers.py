@@ -207,7 +207,8 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
             self.group,
             sequence_dim=0 if self.sequence_parallel else None,
             total_len=None,
-            gather_features=self.output_size if gather else None,
+            out_features=self.output_size,
+            gather_output=gather,
         )
         return out, bias if self.skip_bias_add else None
 

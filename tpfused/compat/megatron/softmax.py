@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import reference
-from tpfused.kernels.launch import capability
 from tpfused.kernels.softmax import scale_mask_softmax
-from tpfused.overlap.tiers import wanted
+from tpfused.layers.backend import runs_kernels
 
 
 class AttnMaskType(Enum):
@@ -103,7 +102,7 @@ class FusedScaleMaskSoftmax(nn.Module):
             raise TypeError(f"the mask must be boolean, True is masked out, not {mask.dtype}")
         seen = None if mask is None else ~mask
         scale = 1.0 if self.scale is None else self.scale
-        if wanted[-1] != "reference" and capability(scores.device) >= (8, 0):
+        if runs_kernels(scores):
             return scale_mask_softmax(scores, seen, scale, causal)
         compute = scores.to(torch.promote_types(scores.dtype, torch.float32))
         return reference.scale_mask_softmax(compute, seen, scale, causal).to(scores.dtype)
