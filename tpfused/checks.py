@@ -26,9 +26,10 @@ def check_backend(backend: str | None) -> None:
 
 
 def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
-    """`x` is ``[..., features]``, on the weight's device and of its dtype (any but float64 under autocast)."""
+    """`x` is ``[..., features]``, on the weight's device and of its dtype (any of 16 or 32 bits under autocast)."""
     if not isinstance(x, Tensor):
         raise TypeError(f"{layer}: the input must be a tensor, not {type(x).__name__}")
+    check_dense(x, layer, "the input")
     if x.ndim < 1 or x.shape[-1] != features:
         raise ValueError(
             f"{layer}: expected an input of {features} features in its last dimension, got shape {tuple(x.shape)}"
@@ -37,9 +38,19 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
         raise ValueError(f"{layer}: the input is on {x.device}, the weight on {weight.device}")
     if not x.is_floating_point():
         raise TypeError(f"{layer}: the input must be floating-point, not {x.dtype}")
-    casts = autocast_dtype(x) is not None and torch.float64 not in (x.dtype, weight.dtype)
-    if x.dtype != weight.dtype and not casts:
+    if x.dtype != weight.dtype and not _are_cast(x, weight):
         raise TypeError(f"{layer}: the input is {x.dtype}, the weight {weight.dtype}")
+
+
+def check_dense(x: Tensor, layer: str, what: str) -> None:
+    if x.layout is not torch.strided or x.is_nested:
+        kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
+        raise TypeError(f"{layer}: {what} must be a dense tensor, not a {kind} one")
+
+
+def _are_cast(x: Tensor, other: Tensor) -> bool:
+    """Whether autocast makes two dtypes one."""
+    return autocast_dtype(x) is not None and all(dtype.itemsize in (2, 4) for dtype in (x.dtype, other.dtype))
 
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: str) -> None:
@@ -58,7 +69,7 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: st
         )
     if bias.device != weight.device:
         raise ValueError(f"{operation}: the bias is on {bias.device}, the weight on {weight.device}")
-    if bias.dtype != weight.dtype:
+    if bias.dtype != weight.dtype and not _are_cast(weight, bias):
         raise TypeError(f"{operation}: the bias is {bias.dtype}, the weight {weight.dtype}")
 
 

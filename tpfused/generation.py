@@ -53,7 +53,7 @@ def generate(
     Raises:
         ValueError: more tokens than `max_positions`, ids outside the vocabulary, padding that does not come first, a
             temperature or top_p out of range, a model that is not causal.
-        TypeError: ids that are not integers, a mask that is not boolean, sizes that are not integers.
+        TypeError: ids that are not integers, a mask that is not boolean, sizes or an eos_id that are not integers.
     """
     vocab_size = model.config.vocab_size
     tokens, padding = _check_prompts(model, ids, max_new_tokens, mask)
@@ -149,5 +149,7 @@ def _check_sampling(temperature: float, top_p: float, eos_id: int | None, vocab_
         raise ValueError(f"temperature must be at least 0, and finite, not {temperature}")
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], not {top_p}")
+    if eos_id is not None and (not isinstance(eos_id, int) or isinstance(eos_id, bool)):
+        raise TypeError(f"eos_id must be an integer, not {eos_id!r}")
     if eos_id is not None and not 0 <= eos_id < vocab_size:
         raise ValueError(f"eos_id {eos_id} is outside a vocabulary of {vocab_size}")

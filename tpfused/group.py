@@ -39,7 +39,46 @@ class TPGroup:
     def __reduce__(self):
         if self.process_group is None:
             return TPGroup, (None, self.rank, self.size)
-        raise TypeError("a layer holds a process group and cannot be pickled whole; save its state_dict instead")
+        check_exists(self, "a layer that is to be pickled")
+        ranks = tuple(dist.get_process_group_ranks(self.process_group))
+        return _unpickle, (ranks, self.rank, self.size, self.mesh, self.replicas)
+
+
+def exists(process_group: dist.ProcessGroup) -> bool:
+    """Whether it has not been destroyed."""
+    return process_group in GROUPS
+
+
+GROUPS = dist.distributed_c10d._pg_map if dist.is_available() else {}  # all that exist; torch's own
+
+
+def check_exists(group: TPGroup, what: str) -> None:
+    """Refuse a group that torch has destroyed: its collectives would fail in as many ways as there are.
+
+    Raises:
+        RuntimeError
+    """
+    if group.process_group is not None and not exists(group.process_group) and group.size * group.replicas > 1:
+        raise RuntimeError(
+            f"{what}: its process group of {group.size * group.replicas} ranks was destroyed. Call "
+            f"torch.distributed.destroy_process_group() after the last use, or make the layers anew in a new group"
+        )
+
+
+def _unpickle(ranks: tuple[int, ...], rank: int, size: int, mesh: DeviceMesh | None, replicas: int) -> TPGroup:
+    """A pickled group: a process group is known by its ranks, of several the default one or else the first."""
+    if mesh is not None:
+        return TPGroup(mesh.get_group(), rank, size, mesh, replicas)
+    here = dist.get_rank() if dist.is_initialized() else None
+    if here is not None and here in ranks and ranks.index(here) // replicas == rank:
+        for group in (dist.group.WORLD, *GROUPS):
+            if tuple(dist.get_process_group_ranks(group)) == ranks:
+                return TPGroup(group, rank, size, mesh, replicas)
+    where = "without a process group" if here is None else f"by rank {here} of {dist.get_world_size()}"
+    raise RuntimeError(
+        f"a pickled layer is part {rank} of {size} and belongs to a process group of the ranks {list(ranks)}, but is "
+        f"loaded {where}: make that group before, or save full_state_dict(model), which loads at any degree"
+    )
 
 
 def resolve_group(group: dist.ProcessGroup | TPGroup | None = None, mesh: DeviceMesh | None = None) -> TPGroup:
@@ -51,10 +90,12 @@ def resolve_group(group: dist.ProcessGroup | TPGroup | None = None, mesh: Device
     Raises:
         ValueError: both were given, the mesh is not one-dimensional, or this process is not a member.
         TypeError: `group` or `mesh` is something else.
+        RuntimeError: the group was destroyed.
     """
     if group is not None and mesh is not None:
         raise ValueError("give either group= (plain parameters) or mesh= (DTensor parameters), not both")
     if isinstance(group, TPGroup):
+        check_exists(group, "the tensor-parallel group")
         return group
     if mesh is not None:
         return _from_mesh(mesh)
@@ -68,6 +109,8 @@ def resolve_group(group: dist.ProcessGroup | TPGroup | None = None, mesh: Device
         )
     if not isinstance(group, dist.ProcessGroup):
         raise TypeError(f"group must be a torch.distributed.ProcessGroup, not {type(group).__name__}")
+    if not exists(group):
+        raise RuntimeError("the given process group was destroyed, or is none of torch.distributed's")
     rank = dist.get_rank(group)
     if rank < 0:
         members = dist.get_process_group_ranks(group)

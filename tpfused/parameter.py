@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tpfused.collectives import copy_to_group
-from tpfused.group import TPGroup, replica_mesh, resolve_group
+from tpfused.group import GROUPS, TPGroup, check_exists, replica_mesh, resolve_group
 from tpfused.placement import ShardInfo, local, own_part, shard_info, splits
 from tpfused.sharding import shard_size
 
@@ -44,7 +44,12 @@ class ParallelModule(nn.Module):
         """Register an uninitialised parameter of which `shape` is the whole shape.
 
         It is split along `shard_dim` over `group` (the module's own by default), or whole on each rank for None.
+
+        Raises:
+            TypeError: a dtype that is not floating-point of at least 16 bits.
         """
+        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
+            raise TypeError(f"{type(self).__name__}: parameters are floating-point of at least 16 bits, not {dtype}")
         group = group or self.group
         mesh = self.group.mesh
         if device is None and mesh is not None:
@@ -70,7 +75,10 @@ class ParallelModule(nn.Module):
 
         Raises:
             ValueError: FSDP2 has taken a plain shard for a whole parameter.
+            RuntimeError: the process group was destroyed.
         """
+        if self.group.process_group not in GROUPS:
+            check_exists(self.group, type(self).__name__)
         param = getattr(self, name)
         if name in self._shards and isinstance(param, nn.Parameter) and shard_info(param) is None:
             # FSDP2 puts parameters of its own in the place of ours. It knows of a shard only if that is a DTensor, and

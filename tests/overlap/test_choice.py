@@ -256,17 +256,14 @@ def check_plain(ctx, folder):
         (with_replicas(whole, 2), half, SHAPE, "several ranks hold the same shard"),
         (whole, double, SHAPE, "no tier for float64"),
         (whole, half, (0, 64, 32), "an operand is empty"),
-        (whole, half, SHAPE, "autocast"),
     ]
     attempts = Attempts()
     with fakes(folder):
         for group, x, shape, why in cases:
-            torch.set_autocast_enabled("cuda", why == "autocast")
             assert choose("op", group, x, shape, attempts) is None
             assert explain()[-1].why == why and explain()[-1].tier == "reference"
             with tier("p2p"), pytest.warns(UserWarning, match=f"op runs on the plain path, not by 'p2p': {why}"):
                 assert choose("op", group, x, shape, attempts) is None
-        torch.set_autocast_enabled("cuda", False)
         assert not attempts.ran
         assert tier_of(ctx, attempts, dtype=torch.float16) == tier_of(ctx, attempts, (1, 64, 32)) == "p2p"
     with fakes(folder, _is_on_gpu=lambda x: x.is_cuda):
@@ -316,12 +313,12 @@ def test_explanation():
     assert str(Explanation()) == "no overlapped operation has run in this process"
     us = {"p2p": 1234.5, "nccl": 90.0, "reference": 2000.0}
     row = Choice("all_gather_matmul", 8192, 4096, 14336, "bfloat16", 2, "p2p", "measured", us)
-    rows = Explanation([row, replace(row, rows=1, out_features=None, tier="reference", why="autocast", us={})])
+    rows = Explanation([row, replace(row, rows=1, out_features=None, tier="reference", why="forced", us={})])
     assert list(rows)[1].tier == "reference"
     assert str(rows).splitlines() == [
         "operation           rows     in     out  dtype     ranks   p2p us  nccl us  reference us  runs by    why",
         "all_gather_matmul  8,192  4,096  14,336  bfloat16      2  1,234.5     90.0       2,000.0  p2p        measured",
-        "all_gather_matmul      1  4,096       ?  bfloat16      2                                  reference  autocast",
+        "all_gather_matmul      1  4,096       ?  bfloat16      2                                  reference  forced",
     ]
 
 

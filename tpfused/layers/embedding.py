@@ -94,6 +94,7 @@ class VocabParallelEmbedding(ParallelModule):
         weight = self.local("weight")
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"token ids must be an int64 or int32 tensor, not {getattr(ids, 'dtype', type(ids))}")
+        checks.check_dense(ids, "VocabParallelEmbedding", "the token ids")
         if ids.device != weight.device:
             raise ValueError(f"token ids are on {ids.device}, the embedding on {weight.device}")
         dim = None

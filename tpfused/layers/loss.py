@@ -132,6 +132,7 @@ def _check_arguments(
     for what, value in (("logits", logits), ("labels", target)):
         if not isinstance(value, Tensor):
             raise TypeError(f"{what} must be a tensor, not {type(value).__name__}")
+        checks.check_dense(value, "vocab_parallel_cross_entropy", f"the {what}")
     for what, value in (("vocab_size", vocab_size), ("ignore_index", ignore_index)):
         if not isinstance(value, int) and (what, value) != ("vocab_size", None):
             raise TypeError(f"{what} must be an integer, not {value!r}")

@@ -34,6 +34,7 @@ class Norm(ParallelModule):
         check_size(hidden_size, "hidden_size")
         if kind not in KINDS:
             raise ValueError(f"norm must be one of {', '.join(KINDS)}, not {kind!r}")
+        check_eps(eps, "eps")
         self.kind = kind
         self.hidden_size = hidden_size
         self.eps = eps
@@ -59,3 +60,10 @@ class Norm(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.hidden_size}, eps={self.eps}"
+
+
+def check_eps(eps: float, what: str) -> None:
+    if not isinstance(eps, int | float) or isinstance(eps, bool):
+        raise TypeError(f"{what} must be a number, not {eps!r}")
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"{what} must be at least 0, and finite, not {eps}")

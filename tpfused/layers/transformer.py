@@ -20,7 +20,7 @@ from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, column_forward
 from tpfused.layers.loss import vocab_parallel_cross_entropy
 from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP
-from tpfused.layers.norm import Norm
+from tpfused.layers.norm import Norm, check_eps
 from tpfused.parameter import ParallelModule, check_size, local
 from tpfused.random import rank_rng
 
@@ -93,6 +93,7 @@ class TransformerConfig:
         _check_choice("positions", self.positions, ("learned", "rotary"))
         _check_choice("init", self.init, ("default", "xavier"))
         _check_choice("sequence_dim", self.sequence_dim, (0, 1))
+        check_eps(self.norm_eps, "norm_eps")
         if not 0.0 <= self.dropout < 1.0:
             raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads

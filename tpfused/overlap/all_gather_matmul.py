@@ -138,7 +138,7 @@ class _AllGatherMatmul(Operation):
                     x, weights[0], biases[0], tp, activation=activation, sequence_dim=dim, total_len=plan.tokens
                 )
             ]
-        x = all_gather_tokens(reference._cast_for_autocast(x), dim, plan.tokens, tp)
+        x = all_gather_tokens(x, dim, plan.tokens, tp)
         return [reference.activate(F.linear(x, w, b), activation) for w, b in zip(weights, biases, strict=True)]
 
 

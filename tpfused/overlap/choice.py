@@ -20,9 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tpfused
-from tpfused.group import TPGroup
+from tpfused.group import TPGroup, exists
 from tpfused.overlap import saved
-from tpfused.overlap.communicator import TYPES, Communicator, check_agreement, communicator_of, exchange, exists
+from tpfused.overlap.communicator import TYPES, Communicator, check_agreement, communicator_of, exchange
 from tpfused.overlap.explain import Choice
 from tpfused.overlap.measure import fastest, measure
 from tpfused.overlap.tiers import NAMES, TIERS, exact, wanted
@@ -72,7 +72,7 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
         check_agreement(group, operation, shape, dtype)
     key = (
         shape, operation, group.process_group, group.replicas, x.get_device(), dtype, wanted[-1], exact[-1],
-        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32, torch.is_autocast_enabled("cuda"),
+        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
     )  # fmt: skip
     chosen = _known.get(key, _UNKNOWN)
     return _look_closer(key, operation, group, x, shape, attempt) if chosen is _UNKNOWN else chosen
@@ -100,7 +100,7 @@ def _look_closer(key: tuple, operation: str, group: TPGroup, x: Tensor, shape: S
     if case in _measured:
         return _know(key, _measured[case])
     _forget_destroyed_groups()
-    dtype = "tf32" if case[-2] else str(x.dtype).removeprefix("torch.")
+    dtype = "tf32" if case[-1] else str(x.dtype).removeprefix("torch.")
     with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
         capturing = _is_on_gpu(x) and _is_capturing()
         place, tier, why = _settled(operation, group, x, shape, capturing)
@@ -166,8 +166,6 @@ def _why_plain(group: TPGroup, x: Tensor, shape: Shape) -> str | None:
         return f"the tensors are on the {x.device.type.upper()}"
     if x.dtype not in TYPES:
         return f"no tier for {str(x.dtype).removeprefix('torch.')}"
-    if torch.is_autocast_enabled("cuda"):
-        return "autocast"
     return "an operand is empty" if 0 in shape else None
 
 

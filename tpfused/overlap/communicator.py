@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tpfused import extension
-from tpfused.group import TPGroup
+from tpfused.group import TPGroup, exists
 
 SLOT_STEP = 16 * 2**20  # peers' buffers grow by this many bytes, for growing stops the device
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
@@ -200,11 +200,6 @@ def _make(group: TPGroup, device: torch.device) -> Communicator | None:
         stacklevel=2,
     )
     return None
-
-
-def exists(process_group: dist.ProcessGroup) -> bool:
-    """Whether it has not been destroyed."""
-    return process_group in dist.distributed_c10d._world.pg_map
 
 
 def exchange(value: Any, process_group: dist.ProcessGroup) -> list:

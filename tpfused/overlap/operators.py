@@ -17,10 +17,10 @@ from torch import Tensor
 
 from tpfused.autograd import once_differentiable, records_gradient
 from tpfused.group import resolve_group
+from tpfused.kernels.launch import autocast_to
 from tpfused.overlap.choice import Chosen, choose
 from tpfused.overlap.plans import Call, Operands, Plan, plan_of, to_rows
 from tpfused.overlap.tiers import deterministic, exact
-from tpfused.reference import autocast_dtype
 
 
 class Needs(NamedTuple):
@@ -86,10 +86,13 @@ class Operation:
         self._function = type(type(self).__name__.removeprefix("_"), (_Function,), {})
 
     def __call__(self, call: Call, x: Tensor, weights: Operands, biases: Operands) -> Sequence[Tensor]:
-        plan, dim, direct = call
+        plan, dim, direct, autocasts = call
+        if autocasts:  # as torch's own matmuls do; the gradients come back in the operands' dtypes
+            x, *operands = autocast_to(x, *weights, *biases)
+            weights, biases = operands[: len(weights)], operands[len(weights) :]
         training = records_gradient(x, *weights, *biases)
         chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
-        if chosen is None and (direct or _is_plain(plan, x)):
+        if chosen is None and (direct or _is_plain(plan)):
             return self.plain(plan, dim, x, weights, biases)
         if not direct:
             results = self._operator(
@@ -114,9 +117,9 @@ class Operation:
         return choose(self.name, plan.tp, x, plan.shape, attempt)
 
 
-def _is_plain(plan: Plan, x: Tensor) -> bool:
+def _is_plain(plan: Plan) -> bool:
     """Whether nothing can be overlapped, for reasons that every rank knows: the plain path can be traced."""
-    return plan.tp.size == 1 or plan.tp.replicas > 1 or 0 in plan.shape or autocast_dtype(x) is not None
+    return plan.tp.size == 1 or plan.tp.replicas > 1 or 0 in plan.shape
 
 
 class _Function(torch.autograd.Function):

@@ -9,8 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpfused.group import TPGroup, resolve_group
-from tpfused.overlap.communicator import exists
+from tpfused.group import GROUPS, TPGroup, exists, resolve_group
 from tpfused.reference import autocast_dtype
 from tpfused.sharding import padded_shard_size, shard_size
 
@@ -63,11 +62,18 @@ def split_at(x: Tensor, dim: int) -> tuple[int, int]:
 
 
 class Call(NamedTuple):
-    """A plan, which dimension of x is the tokens', and whether the call is `direct`: eager, on plain tensors."""
+    """A plan, and what else an operation must know of a call.
+
+    Attributes:
+        dim: which dimension of x is the tokens'.
+        direct: eager, on plain tensors.
+        autocasts: the operands are to be cast to autocast's dtype first.
+    """
 
     plan: Plan
     dim: int = 0
     direct: bool = False
+    autocasts: bool = False
 
 
 def look_up(make: Callable[..., Call], group, mesh, x: Tensor, weights: Operands, biases: Operands, *options) -> Call:
@@ -77,10 +83,12 @@ def look_up(make: Callable[..., Call], group, mesh, x: Tensor, weights: Operands
         call = None if key is None else _calls.get(key)
     except TypeError:  # something in it can't be a key, nor be right
         call = key = None
-    if call is not None:
+    if call is not None and ((process_group := call.plan.tp.process_group) is None or process_group in GROUPS):
         return call
     tp = resolve_group(group, mesh)
     call = make(tp, x, weights, biases, *options)
+    if autocast_dtype(x) is not None:
+        call = call._replace(autocasts=True)
     if key is None:
         return call
     _forget_destroyed_groups()

@@ -26,7 +26,7 @@ def tier(name: str) -> Iterator[None]:
 
     Raises:
         ValueError: there is no such tier. The operations inside raise it where their group lacks the tier; what no tier
-        can run (tensors on the CPU, float64, autocast, ...) takes the plain path, and says so in a warning.
+        can run (tensors on the CPU, float64, ...) takes the plain path, and says so in a warning.
     """
     if name not in NAMES:
         raise ValueError(f"tier must be one of {NAMES}, not {name!r}")
