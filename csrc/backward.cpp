@@ -8,7 +8,8 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   DeviceGuard guard(group.device);
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
   std::unique_ptr<Gather> gather;
-  if (o.wants_dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace);
+  const bool wants_dw = o.wants_dw != Dw::none;
+  if (wants_dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace);
 
   const int64_t own = o.rows.by_rank().count(group.rank);
   std::unique_ptr<Parts> parts;
@@ -19,12 +20,13 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
     parts->multiply_own();
     tiles.join(Tiles::beside, Tiles::caller);
   }
-  if (o.wants_dw) {
+  if (wants_dw) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
     for (const ColumnGradient& column : o.columns) {
       const int64_t n = column.n;
-      tiles.multiply(Tiles::caller, {matrix(column.dpre, n, true), matrix(gather->all(), o.k), matrix(column.dw, o.k),
-                                     n, o.k, o.rows.total()});
+      Product product{
+          matrix(column.dpre, n, true), matrix(gather->all(), o.k), matrix(column.dw, o.k), n, o.k, o.rows.total()};
+      tiles.multiply(Tiles::caller, product, o.wants_dw);
     }
   }
   if (o.wants_dx) {
@@ -57,10 +59,10 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     tiles.multiply(lane, product);
   }
   tiles.join(Tiles::caller, Tiles::beside);
-  if (o.wants_dw) {
+  if (o.wants_dw != Dw::none) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
     Product product{matrix(gather->all(), o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
-    tiles.multiply(Tiles::caller, product);
+    tiles.multiply(Tiles::caller, product, o.wants_dw);
   }
   tiles.end();
 }

@@ -63,9 +63,9 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
                    reinterpret_cast<uintptr_t>(p.add);
   bool aligned = addresses % 16 == 0;
   int kind = p.a.transposed | p.b.transposed << 1 | (p.pre != nullptr) << 2 | aligned << 3 | (p.bias != nullptr) << 4;
-  Key key{p.m,           p.n,          p.k,         p.batch,    kind,       static_cast<int>(p.activation),
-          p.a.leading,   p.b.leading,  p.y.leading, p.a.stride, p.y.stride, p.spared,
-          p.rows_of_all, p.pre_leading};
+  Key key{p.m,           p.n,           p.k,         p.batch,    kind,       static_cast<int>(p.activation),
+          p.a.leading,   p.b.leading,   p.y.leading, p.a.stride, p.y.stride, p.spared,
+          p.rows_of_all, p.pre_leading, p.wide};
   std::unique_ptr<Plan>& known = plans_[key];
   if (known) return *known;
 
@@ -98,9 +98,10 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
     set(CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET, processors);
   }
 
-  auto layout = [&](cublasLtMatrixLayout_t* made, int64_t rows, int64_t columns, const Matrix& matrix) {
+  auto layout = [&](cublasLtMatrixLayout_t* made, int64_t rows, int64_t columns, const Matrix& matrix,
+                    cudaDataType_t entries) {
     if (matrix.transposed) std::swap(rows, columns);
-    check(cublasLtMatrixLayoutCreate(made, data, columns, rows, matrix.leading), "cublasLtMatrixLayoutCreate");
+    check(cublasLtMatrixLayoutCreate(made, entries, columns, rows, matrix.leading), "cublasLtMatrixLayoutCreate");
     if (p.batch == 1) return;
     auto batch = static_cast<int32_t>(p.batch);
     check(cublasLtMatrixLayoutSetAttribute(*made, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch, sizeof batch), "batch");
@@ -109,9 +110,9 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
           "stride");
   };
   auto lay_out = [&](Plan& for_rows, int64_t rows) {
-    layout(&for_rows.first, p.k, p.n, p.b);
-    layout(&for_rows.second, rows, p.k, p.a);
-    layout(&for_rows.result, rows, p.n, p.y);
+    layout(&for_rows.first, p.k, p.n, p.b, data);
+    layout(&for_rows.second, rows, p.k, p.a, data);
+    layout(&for_rows.result, rows, p.n, p.y, p.wide ? CUDA_R_32F : data);
   };
   lay_out(*plan, p.m);
 

@@ -35,6 +35,7 @@ struct Product {
   void* pre = nullptr;  // gelu: also receives what the activation is of
   int64_t pre_leading = 0;
   const void* add = nullptr;  // what the sums start from, in rows like y's
+  bool wide = false;          // y, and what is added, are float32 whatever the type
   int64_t rows_of_all = 0;    // of the product that this is a block of, to take the algorithm that is for the whole
   int spared = 0;             // multiprocessors that something else has meanwhile: the algorithm is for the others
 };
@@ -56,7 +57,7 @@ class Matmul {
 
  private:
   struct Plan;
-  using Key = std::array<int64_t, 14>;
+  using Key = std::array<int64_t, 15>;
   Plan& plan_for(const Product& product);
 
   int device_;

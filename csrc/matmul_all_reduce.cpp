@@ -24,8 +24,8 @@ Product rows_of(const MatmulAllReduce& o, Tiles& tiles, int64_t first, int64_t c
 }
 
 void multiply_wgrad(const MatmulAllReduce& o, Tiles& tiles) {
-  if (!o.wants_dw) return;
-  tiles.multiply(Tiles::beside, {matrix(o.x, o.k, true), matrix(o.whole_input, o.n), matrix(o.dw, o.n), o.k, o.n, o.m});
+  Product product{matrix(o.x, o.k, true), matrix(o.whole_input, o.n), matrix(o.dw, o.n), o.k, o.n, o.m};
+  tiles.multiply(Tiles::beside, product, o.wants_dw);
 }
 
 // In each block every rank adds all parts of its share of the rows, and pushes the sums to the others.
@@ -176,7 +176,7 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (tier == Tier::p2p && !o.wants_dw && is_small_sum(group, o.m, o.n, o.type)) {
+  if (tier == Tier::p2p && o.wants_dw == Dw::none && is_small_sum(group, o.m, o.n, o.type)) {
     return small(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.m, workspace, stream);

@@ -269,7 +269,8 @@ PyObject* run_column_backward(PyObject*, PyObject* args) {
   std::vector<std::array<long long, 5>> each;
   if (!c.parse(args, "column_backward", "LiiO", {&dx, &wants_dx, &wants_dw, &columns})) return nullptr;
   if (!parse_each<5>(columns, &each)) return nullptr;
-  ColumnBackward operation{c.rows(), c.k, at<void>(c.x), at<void>(dx), {}, wants_dx != 0, wants_dw != 0, c.type()};
+  ColumnBackward operation{c.rows(), c.k, at<void>(c.x), at<void>(dx), {}, wants_dx != 0, static_cast<Dw>(wants_dw),
+                           c.type()};
   for (auto [n, w, leading, dpre, dw] : each) {
     operation.columns.push_back({at<void>(dpre), {at<void>(w), leading}, n, at<void>(dw)});
   }
@@ -281,8 +282,9 @@ PyObject* run_row_backward(PyObject*, PyObject* args) {
   long long dy, dx, dw;
   int wants_dx, wants_dw;
   if (!c.parse(args, "row_backward", "LLLii", {&dy, &dx, &dw, &wants_dx, &wants_dw})) return nullptr;
-  RowBackward operation{c.rows(),     c.k,          c.n,           at<void>(dy),  at<void>(c.x), c.weight(),
-                        at<void>(dx), at<void>(dw), wants_dx != 0, wants_dw != 0, c.type()};
+  RowBackward operation{c.rows(),   c.k,          c.n,          at<void>(dy),  at<void>(c.x),
+                        c.weight(), at<void>(dx), at<void>(dw), wants_dx != 0, static_cast<Dw>(wants_dw),
+                        c.type()};
   return run("row_backward", row_backward, c, operation);
 }
 
@@ -291,8 +293,8 @@ PyObject* run_matmul_all_reduce(PyObject*, PyObject* args) {
   long long y, bias;
   if (!c.parse(args, "matmul_all_reduce", "LL", {&y, &bias})) return nullptr;
   MatmulAllReduce operation{
-      c.rows().total(), c.k,     c.n,   at<void>(c.x), c.weight().forward(), at<void>(y), at<void>(bias),
-      nullptr,          nullptr, false, c.type()};
+      c.rows().total(), c.k,     c.n,      at<void>(c.x), c.weight().forward(), at<void>(y), at<void>(bias),
+      nullptr,          nullptr, Dw::none, c.type()};
   return run("matmul_all_reduce", matmul_all_reduce, c, operation);
 }
 
@@ -302,9 +304,9 @@ PyObject* run_whole_input_backward(PyObject*, PyObject* args) {
   long long dpre, dx, dw;
   int wants_dw;
   if (!c.parse(args, "whole_input_backward", "LLLi", {&dpre, &dx, &dw, &wants_dw})) return nullptr;
-  MatmulAllReduce operation{c.rows().total(),      c.n,           c.k,     at<void>(dpre),
-                            c.weight().backward(), at<void>(dx),  nullptr, at<void>(c.x),
-                            at<void>(dw),          wants_dw != 0, c.type()};
+  MatmulAllReduce operation{c.rows().total(), c.n,     c.k,           at<void>(dpre), c.weight().backward(),
+                            at<void>(dx),     nullptr, at<void>(c.x), at<void>(dw),   static_cast<Dw>(wants_dw),
+                            c.type()};
   return run("whole_input_backward", matmul_all_reduce, c, operation);
 }
 

@@ -11,6 +11,9 @@ namespace tpfused {
 // Matmuls that overlap a collective. Each call enqueues everything on `stream` and on the group's own streams, which
 // rejoin it before the call returns; the host waits for nothing.
 
+// What a backward pass does with a weight's gradient: nothing, write it, or add it to float32 that is there.
+enum class Dw { none = 0, write = 1, add = 2 };
+
 // A linear layer's weight, [features out, features in]: forward multiplies by its transpose.
 struct Weight {
   const void* data;
@@ -69,7 +72,8 @@ struct ColumnBackward {
   const void* x;  // contiguous [own rows, k]
   void* dx;       // contiguous
   std::vector<ColumnGradient> columns;
-  bool wants_dx, wants_dw;  // the same on every rank, of which some may have no rows of them
+  bool wants_dx;  // the same on every rank, of which some may have no rows of them
+  Dw wants_dw;    // likewise, whether any
   Type type;
 };
 void column_backward(Group& group, Tier tier, const ColumnBackward& operation, Workspace workspace,
@@ -85,7 +89,8 @@ struct RowBackward {
   Weight w;        // [n, k]
   void* dx;        // contiguous
   void* dw;        // contiguous
-  bool wants_dx, wants_dw;
+  bool wants_dx;
+  Dw wants_dw;
   Type type;
 };
 void row_backward(Group& group, Tier tier, const RowBackward& operation, Workspace workspace, cudaStream_t stream);
@@ -117,7 +122,7 @@ struct MatmulAllReduce {
   const void* bias;         // or null
   const void* whole_input;  // contiguous, for dw
   void* dw;                 // contiguous
-  bool wants_dw;
+  Dw wants_dw;
   Type type;
 };
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& operation, Workspace workspace,

@@ -30,6 +30,15 @@ class Tiles {
     if (group_.deterministic && !product.a.transposed) product.rows_of_all = rows_;
     matmul_.run(product, streams_[lane], workspaces_[lane]);
   }
+  // A weight's gradient.
+  void multiply(Lane lane, Product product, Dw wanted) {
+    if (wanted == Dw::none) return;
+    if (wanted == Dw::add) {
+      product.add = product.y.data;
+      product.wide = true;
+    }
+    multiply(lane, product);
+  }
   // Whatever comes on one lane from now on follows what is on the other now.
   void join(Lane later, Lane earlier) { follow(streams_[later], streams_[earlier]); }
 

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from tpfused.collectives import copy_to_group
 from tpfused.group import GROUPS, TPGroup, check_exists, replica_mesh, resolve_group
+from tpfused.main_grad import announced, main_grad_of
 from tpfused.placement import ShardInfo, local, own_part, shard_info, splits
 from tpfused.sharding import shard_size
 
@@ -25,6 +26,8 @@ class ParallelModule(nn.Module):
     make them with `new_parameter` and fill them from whole tensors with `fill_parameter`, so that every degree of
     tensor parallelism draws the same random numbers and ends with the same weights, bit for bit. FSDP2 needs ``mesh=``.
     """
+
+    accumulate_main_grad = False  # whether the weight's gradient is added to its main_grad, where it has one
 
     def __init__(self, group=None, mesh: DeviceMesh | None = None):
         super().__init__()
@@ -88,6 +91,18 @@ class ParallelModule(nn.Module):
                 f"shard; under FSDP2, build the layers with mesh=, not group="
             )
         return local(param)
+
+    def weight_and_main_grad(self) -> tuple[Tensor, Tensor | None]:
+        """What this rank computes with for the weight, and what backward is to add its gradient to, if not to `grad`.
+
+        Raises:
+            ValueError, TypeError: a main_grad that does not fit the weight; and as `local`.
+        """
+        weight = self.local("weight")
+        if not self.accumulate_main_grad:
+            return weight, None
+        main_grad = main_grad_of(self.weight, f"{type(self).__name__}.weight")
+        return (weight if main_grad is None else announced(weight, self.weight)), main_grad
 
     def replicated(self, name: str, *, sharded_tokens: bool) -> Tensor | None:
         """The same for a parameter that is whole on each rank.

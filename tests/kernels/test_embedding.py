@@ -55,7 +55,7 @@ def test_operator_strides_and_nothing_to_do(device):
     ids = ids.clamp(max=4)
     assert torch.equal(embedding(ids.t(), weight[:, ::2]), embedding(ids, weight)[..., ::2].transpose(0, 1))
     assert embedding(ids[:0], weight).shape == (0, 2, 8)
-    torch.library.opcheck(torch.ops.tpfused.embedding.default, (ids, weight.requires_grad_(), 0, 13, -1, True))
+    torch.library.opcheck(torch.ops.tpfused.embedding.default, (ids, weight.requires_grad_(), None, 0, 13, -1, True))
 
 
 def test_gradient_for_strided_ids(device):
@@ -70,6 +70,10 @@ def test_gradient_for_strided_ids(device):
         main_grad = torch.zeros(9, 8, device=device)
         accumulate_gradient(main_grad, ids, dy_of)
         torch.testing.assert_close(main_grad, expected)
+        for _ in range(2):
+            out = embedding(ids, weight, main_grad=main_grad)
+            assert torch.autograd.grad(out, weight, dy_of, allow_unused=True) == (None,)
+        torch.testing.assert_close(main_grad, 3 * expected)
     with pytest.raises(ValueError, match=r"\(8, 9\)"):
         accumulate_gradient(main_grad.t().contiguous(), pairs[..., 0], dy)
 

@@ -45,15 +45,18 @@ class Call:
         start, stop = shard_range(tokens, tp.size, tp.rank)
         self.total, self.own = tokens * each * batch, (stop - start) * each * batch
 
-    def at(self, address: int, rows: int, columns: int, leading: int | None = None) -> Tensor:
+    def at(
+        self, address: int, rows: int, columns: int, leading: int | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
         """The memory of a matrix."""
+        dtype = dtype or self.dtype
         leading = columns if leading is None else leading
         entries = (rows - 1) * leading + columns if rows and columns else 0
         if not entries:
-            return torch.empty(rows, columns, dtype=self.dtype)
+            return torch.empty(rows, columns, dtype=dtype)
         assert address and leading >= columns
-        memory = (ctypes.c_char * (entries * self.dtype.itemsize)).from_address(address)
-        return torch.frombuffer(memory, dtype=self.dtype).as_strided((rows, columns), (leading, 1))
+        memory = (ctypes.c_char * (entries * dtype.itemsize)).from_address(address)
+        return torch.frombuffer(memory, dtype=dtype).as_strided((rows, columns), (leading, 1))
 
     def read(self, *place: int | None) -> Tensor:
         return self.at(*place).float()
@@ -71,6 +74,13 @@ class Call:
     def scattered(self, rows: Tensor) -> Tensor:
         tokens = rows.reshape(self.batch, self.tokens, self.each * rows.shape[1])
         return reduce_scatter(tokens, 1, self.tp).view(self.own, rows.shape[1])
+
+    def wgrad(self, address: int, wants: int, dpre: Tensor, x: Tensor) -> None:
+        """Written (1), or added to what is there in float32 (2)."""
+        if wants == 2:
+            self.at(address, dpre.shape[1], x.shape[1], dtype=torch.float32).addmm_(dpre.T, x)
+        elif wants:
+            self.at(address, dpre.shape[1], x.shape[1]).copy_(dpre.T @ x)
 
     def multiply(self, x: Tensor, w: Tensor, epilogue: int, bias: int, pre: int) -> Tensor:
         y = F.linear(x, w, self.bias(bias, w.shape[0]))
@@ -91,8 +101,7 @@ class Call:
         for n, w, leading, dpre, dw in columns:
             dpre = self.read(dpre, self.total, n)
             parts += dpre @ self.read(w, n, self.k, leading)
-            if wants_dw:
-                self.at(dw, n, self.k).copy_(dpre.T @ x)
+            self.wgrad(dw, wants_dw, dpre, x)
         if wants_dx:
             self.at(dx, self.own, self.k).copy_(self.scattered(parts))
 
@@ -104,8 +113,7 @@ class Call:
         dy = self.gathered(self.read(dy, self.own, self.n))
         if wants_dx:
             self.at(dx, self.total, self.k).copy_(dy @ self.weight())
-        if wants_dw:
-            self.at(dw, self.n, self.k).copy_(dy.T @ self.read(self.x, self.total, self.k))
+        self.wgrad(dw, wants_dw, dy, self.read(self.x, self.total, self.k))
 
     def matmul_all_reduce(self, y, bias) -> None:
         sums = all_reduce(self.read(self.x, self.total, self.k) @ self.weight().T, self.tp)
@@ -114,8 +122,7 @@ class Call:
     def whole_input_backward(self, dpre, dx, dw, wants_dw) -> None:
         dpre = self.read(dpre, self.total, self.n)
         self.at(dx, self.total, self.k).copy_(all_reduce(dpre @ self.weight(), self.tp))
-        if wants_dw:
-            self.at(dw, self.n, self.k).copy_(dpre.T @ self.read(self.x, self.total, self.k))
+        self.wgrad(dw, wants_dw, dpre, self.read(self.x, self.total, self.k))
 
     def matmul_all_gather(self, y, epilogue, bias, pre) -> None:
         start, stop = shard_range(self.n, self.tp.size, self.tp.rank)

@@ -170,6 +170,7 @@ def embedding(
     vocab_size: int | None = None,
     padding_idx: int | None = None,
     check: bool = True,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """Rows of `weight` for the ids this shard owns, zeros for the others. Differentiable in `weight`.
 
@@ -179,6 +180,7 @@ def embedding(
             these).
         padding_idx: a global id whose row gets no gradient.
         check: write NaN for ids outside ``[0, vocab_size)``, instead of zeros.
+        main_grad: backward adds the weight's gradient to this, as `accumulate_gradient` does, instead of returning one.
 
     Returns:
         ``[..., features]``, of the weight's dtype.
@@ -202,7 +204,7 @@ def embedding(
         raise ValueError(f"padding_idx {padding_idx} is not in a vocabulary of {vocab_size}")
     needs_kernel_device(weight, "embedding")
     padding_row = -1 if padding_idx is None else padding_idx - vocab_start
-    return _embedding(ids, weight, vocab_start, vocab_size, padding_row, check)
+    return _embedding(ids, weight, main_grad, vocab_start, vocab_size, padding_row, check)
 
 
 def accumulate_gradient(
@@ -284,7 +286,15 @@ def _sum_rows(grad: Tensor, ids: Tensor, dy: Tensor, vocab_start: int, padding_r
             )  # fmt: skip
 
 
-def _forward(ids: Tensor, weight: Tensor, vocab_start: int, vocab_size: int, padding_row: int, check: bool) -> Tensor:
+def _forward(
+    ids: Tensor,
+    weight: Tensor,
+    main_grad: Tensor | None,
+    vocab_start: int,
+    vocab_size: int,
+    padding_row: int,
+    check: bool,
+) -> Tensor:
     features = weight.shape[1]
     out = weight.new_empty(*ids.shape, features)
     if out.numel() == 0:
@@ -301,7 +311,7 @@ def _forward(ids: Tensor, weight: Tensor, vocab_start: int, vocab_size: int, pad
     return out
 
 
-def _fake_forward(ids, weight, vocab_start, vocab_size, padding_row, check):
+def _fake_forward(ids, weight, main_grad, vocab_start, vocab_size, padding_row, check):
     return weight.new_empty(*ids.shape, weight.shape[1])
 
 
@@ -319,15 +329,18 @@ _embedding_backward = register("embedding_backward", _backward, _fake_backward)
 
 
 def _save_for_backward(ctx, inputs, output):
-    ids, weight, ctx.vocab_start, _, ctx.padding_row, _ = inputs
+    ids, weight, ctx.main_grad, ctx.vocab_start, _, ctx.padding_row, _ = inputs
     ctx.rows = weight.shape[0]
     ctx.save_for_backward(ids)
 
 
 def _gradient(ctx, dy):
     (ids,) = ctx.saved_tensors
-    grad = _embedding_backward(dy, ids, ctx.rows, ctx.vocab_start, ctx.padding_row)
-    return None, grad, None, None, None, None
+    if ctx.main_grad is None:
+        grad = _embedding_backward(dy, ids, ctx.rows, ctx.vocab_start, ctx.padding_row)
+    else:
+        grad = _accumulate(ctx.main_grad, ids, dy, ctx.vocab_start, ctx.padding_row)
+    return None, grad, None, None, None, None, None
 
 
 _embedding = register("embedding", _forward, _fake_forward, _save_for_backward, _gradient)

@@ -248,7 +248,7 @@ def _fake_backward(dy, x, weight, bias, pre, activation, gated, needs_bias):
     return dy.new_empty(x.shape[0], weight.shape[0]), dy.new_empty(weight.shape[0] if needs_bias else 0)
 
 
-def _accumulate_wgrad(main_grad: Tensor, dpre: Tensor, x: Tensor) -> None:
+def accumulate_wgrad(main_grad: Tensor, dpre: Tensor, x: Tensor) -> None:
     """``main_grad += dpre.T @ x``, in float32."""
     with without_autocast(x):
         if x.is_cuda and is_half(x):
@@ -280,7 +280,7 @@ def _gradient(ctx, dy, _):
     dx = product(dpre, weight) if needs_x else None
     dweight = None
     if needs_weight and ctx.main_grad is not None:
-        _accumulate_wgrad(ctx.main_grad, dpre, x)
+        accumulate_wgrad(ctx.main_grad, dpre, x)
     elif needs_weight:
         dweight = product(dpre.T, x)
     return dx, dweight, dbias if needs_bias else None, None, None, None, None, None

@@ -14,6 +14,7 @@ from tpfused.collectives import copy_to_group, copy_to_replicas, own_slice
 from tpfused.group import resolve_group, with_replicas
 from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
+from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
 from tpfused.random import rank_rng
@@ -31,7 +32,7 @@ class ParallelAttention(nn.Module):
         causal: each token attends to itself and earlier ones.
         dropout: probability, on the attention probabilities; each rank draws its own for its heads.
         rope_theta: the base of rotary positions; None: no rotary positions.
-        sequence_parallel, init_method, backend, group, mesh: as in `ColumnParallelLinear`.
+        sequence_parallel, init_method, backend, accumulate_main_grad, group, mesh: as in `ColumnParallelLinear`.
         sequence_dim: 0 for ``[tokens, batch, hidden]``, 1 for ``[batch, tokens, hidden]``.
 
     Where `num_kv_heads` is a multiple of the ranks, q, k and v are one packed projection ``qkv``. Where the ranks are a
@@ -64,6 +65,7 @@ class ParallelAttention(nn.Module):
         sequence_dim: int = 0,
         init_method: Callable[[Tensor], object] | None = None,
         backend: str | None = None,
+        accumulate_main_grad: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -89,6 +91,7 @@ class ParallelAttention(nn.Module):
 
         place = {"init_method": init_method, "group": group, "mesh": mesh, "device": device, "dtype": dtype}
         parallel = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "backend": backend}
+        parallel["accumulate_main_grad"] = accumulate_main_grad
         rows, kv_rows = num_heads * self.head_dim, num_kv_heads * self.head_dim
         self.kv_replicas = max(1, self.group.size // num_kv_heads)
         self.own_kv_heads = max(1, num_kv_heads // self.group.size)
@@ -104,6 +107,8 @@ class ParallelAttention(nn.Module):
             self.q = LinearParameters(hidden_size, rows, bias, 0, **place)
             self.k = LinearParameters(hidden_size, kv_rows, bias, 0, **shared_place)
             self.v = LinearParameters(hidden_size, kv_rows, bias, 0, **shared_place)
+            for part in (self.q, self.k, self.v):
+                part.accumulate_main_grad = accumulate_main_grad
         self.out = RowParallelLinear(rows, hidden_size, bias, **place, **parallel)
 
     def forward(
@@ -146,11 +151,12 @@ class ParallelAttention(nn.Module):
         # computed on every rank that shares them, each time for other queries: their gradients are partial sums.
         shared = with_replicas(self.group, self.kv_replicas)
 
-        def packed(name: str) -> Tensor:
-            q, k, v = (part.local(name) for part in (self.q, self.k, self.v))
+        def packed(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             return torch.cat((q, copy_to_replicas(k, shared), copy_to_replicas(v, shared)))
 
-        weight, bias = packed("weight"), None if self.q.bias is None else packed("bias")
+        parts = self.q, self.k, self.v
+        weight = packed(*(into_main_grad(*part.weight_and_main_grad()) for part in parts))
+        bias = None if self.q.bias is None else packed(*(part.local("bias") for part in parts))
         sequence_dim = self.sequence_dim if self.sequence_parallel else None
         return column_forward(
             x,

@@ -12,6 +12,7 @@ from tpfused.collectives import own_slice, reduce_from_group, reduce_scatter_tok
 from tpfused.kernels.embedding import embedding
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.ids import IdCheck, check_mode
+from tpfused.main_grad import into_main_grad
 from tpfused.parameter import ParallelModule, check_size, local
 from tpfused.sharding import shard_range
 
@@ -27,7 +28,7 @@ class VocabParallelEmbedding(ParallelModule):
         sequence_dim: the dimension of the ids that sequence parallelism splits.
         check: what to do about ids outside the vocabulary. "async": on the CPU raise at once, on a GPU write NaN and
             raise at the next call; "sync": raise at once, at the price of a synchronisation; "off": give a zero row.
-        group, mesh: as in `ColumnParallelLinear`.
+        backend, accumulate_main_grad, group, mesh: as in `ColumnParallelLinear`.
 
     Shapes: int32 or int64 ids ``[...]``, whole on each rank; output ``[..., embedding_dim]``, its `sequence_dim` this
     rank's part under sequence parallelism.
@@ -47,6 +48,8 @@ class VocabParallelEmbedding(ParallelModule):
         init_method: Callable[[Tensor], object] | None = None,
         sequence_dim: int = 0,
         check: str = "async",
+        backend: str | None = None,
+        accumulate_main_grad: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -57,12 +60,15 @@ class VocabParallelEmbedding(ParallelModule):
         check_size(embedding_dim, "embedding_dim")
         checks.check_sequence_dim(sequence_dim)
         check_mode(check)
+        checks.check_backend(backend)
         if padding_idx is not None:
             if not isinstance(padding_idx, int):
                 raise TypeError(f"padding_idx must be an integer, not {padding_idx!r}")
             if not -num_embeddings <= padding_idx < num_embeddings:
                 raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
             padding_idx %= num_embeddings
+        self.backend = backend
+        self.accumulate_main_grad = accumulate_main_grad
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
         self.padding_idx = padding_idx
@@ -91,7 +97,7 @@ class VocabParallelEmbedding(ParallelModule):
         self.fill_parameter("weight", whole)
 
     def forward(self, ids: Tensor) -> Tensor:
-        weight = self.local("weight")
+        weight, main_grad = self.weight_and_main_grad()
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
             raise TypeError(f"token ids must be an int64 or int32 tensor, not {getattr(ids, 'dtype', type(ids))}")
         checks.check_dense(ids, "VocabParallelEmbedding", "the token ids")
@@ -101,12 +107,17 @@ class VocabParallelEmbedding(ParallelModule):
         if self.sequence_parallel:
             dim = checks.token_dim(ids, self.sequence_dim, "VocabParallelEmbedding", has_features=False)
         unsure = self._id_check(ids, self.num_embeddings, self.check)
-        if runs_kernels(weight) and weight.shape[0]:
+        if runs_kernels(weight, self.backend) and weight.shape[0]:
             start, _ = shard_range(self.num_embeddings, self.group.size, self.group.rank)
-            rows = embedding(ids, weight, start, self.num_embeddings, self.padding_idx, check=unsure)
+            rows = embedding(ids, weight, start, self.num_embeddings, self.padding_idx, unsure, main_grad)
             return reduce_from_group(rows, self.group) if dim is None else reduce_scatter_tokens(rows, dim, self.group)
         out = reference.vocab_parallel_embedding(
-            ids, weight, self.num_embeddings, self.group, padding_idx=self.padding_idx, sequence_dim=dim
+            ids,
+            into_main_grad(weight, main_grad),
+            self.num_embeddings,
+            self.group,
+            padding_idx=self.padding_idx,
+            sequence_dim=dim,
         )
         if unsure:
             bad = (ids < 0) | (ids >= self.num_embeddings)

@@ -9,6 +9,7 @@ from torch import Tensor
 from tpfused import checks, reference
 from tpfused.collectives import gather_from_group, scatter_to_group
 from tpfused.group import TPGroup
+from tpfused.main_grad import into_main_grad
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
@@ -32,7 +33,11 @@ class ColumnParallelLinear(LinearParameters):
         init_method: fills the whole ``[out, in]`` weight in place; the bias is then zero. None: `nn.Linear`'s
             initialisation. Either way the ranks' shards are slices of one tensor, the same at every degree.
         sequence_dim: the token dimension that sequence parallelism splits.
-        backend: "reference" forces the plain path.
+        backend: None: the fastest way measured. "reference" forces the plain path, torch's matmuls and collectives, as
+            ``with tpfused.tier("reference"):`` does for all layers called inside.
+        accumulate_main_grad: where the weight has an attribute `main_grad`, a contiguous float32 tensor of its (local)
+            shape, backward adds the weight's gradient to that, in float32, and ``weight.grad`` stays None. This is
+            Megatron-LM's convention: where it has set `grad_added_to_main_grad`, that becomes True, and `grad` zeros.
         group, mesh: a ProcessGroup (plain parameters; None: the default group, or one process) or a one-dimensional
             DeviceMesh (DTensor parameters).
 
@@ -59,6 +64,7 @@ class ColumnParallelLinear(LinearParameters):
         init_method: Callable[[Tensor], object] | None = None,
         sequence_dim: int = 0,
         backend: str | None = None,
+        accumulate_main_grad: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -81,6 +87,7 @@ class ColumnParallelLinear(LinearParameters):
             dtype=dtype,
         )
         self.backend = backend
+        self.accumulate_main_grad = accumulate_main_grad
         self.gather_output = gather_output
         self.sequence_parallel = sequence_parallel
         self.activation = activation
@@ -89,10 +96,11 @@ class ColumnParallelLinear(LinearParameters):
 
     def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+        weight, main_grad = self.weight_and_main_grad()
         bias = self.local("bias")
         out = column_forward(
             x,
-            self.local("weight"),
+            weight,
             None if self.skip_bias_add else bias,
             self.group,
             sequence_dim=self.sequence_dim if self.sequence_parallel else None,
@@ -101,6 +109,7 @@ class ColumnParallelLinear(LinearParameters):
             out_features=self.out_features,
             gather_output=self.gather_output,
             backend=self.backend,
+            main_grad=main_grad,
         )
         if not self.skip_bias_add:
             return out
@@ -124,6 +133,7 @@ def column_forward(
     activation: str | None = None,
     gather_output: bool = False,
     backend: str | None = None,
+    main_grad: Tensor | None = None,
 ) -> Tensor:
     """A column-parallel layer's checks and computation with these local weights; `sequence_dim` None: x is whole."""
     layer = "ColumnParallelLinear"
@@ -136,7 +146,7 @@ def column_forward(
     if backend == "reference":
         return reference.column_parallel_linear(
             x,
-            weight,
+            into_main_grad(weight, main_grad),
             bias,
             group,
             activation=activation,
@@ -144,7 +154,7 @@ def column_forward(
             sequence_dim=sequence_dim,
             total_len=total_len,
         )
-    overlapped = {"out_features": out_features, "group": group}
+    overlapped = {"out_features": out_features, "main_grad": main_grad, "group": group}
     if sequence_dim is None:
         operation = matmul_all_gather if gather_output else column_matmul
         return operation(x, weight, bias, activation, **overlapped)
@@ -193,7 +203,7 @@ class RowParallelLinear(LinearParameters):
             on each rank, and this rank's slice is taken first.
         sequence_parallel: reduce-scatter the output, so that each rank gets its tokens; otherwise it is all-reduced.
         skip_bias_add: return ``(sum of x @ weight.T, bias)`` for a kernel that adds the bias later.
-        init_method, sequence_dim, backend, group, mesh: as in `ColumnParallelLinear`.
+        init_method, sequence_dim, backend, accumulate_main_grad, group, mesh: as in `ColumnParallelLinear`.
 
     Shapes: input ``[..., in shard]`` (``[..., in]`` without `input_is_parallel`); output ``[..., out]``, its
     `sequence_dim` this rank's part under sequence parallelism. Raises as `ColumnParallelLinear` does.
@@ -211,6 +221,7 @@ class RowParallelLinear(LinearParameters):
         init_method: Callable[[Tensor], object] | None = None,
         sequence_dim: int = 0,
         backend: str | None = None,
+        accumulate_main_grad: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -230,13 +241,14 @@ class RowParallelLinear(LinearParameters):
             dtype=dtype,
         )
         self.backend = backend
+        self.accumulate_main_grad = accumulate_main_grad
         self.input_is_parallel = input_is_parallel
         self.sequence_parallel = sequence_parallel
         self.skip_bias_add = skip_bias_add
         self.sequence_dim = sequence_dim
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
-        weight = self.local("weight")
+        weight, main_grad = self.weight_and_main_grad()
         features = self.in_features
         if self.input_is_parallel:
             features = shard_size(self.in_features, self.group.size, self.group.rank)
@@ -246,12 +258,17 @@ class RowParallelLinear(LinearParameters):
         added = None if self.skip_bias_add else bias
         if self.backend == "reference":
             out = reference.row_parallel_linear(
-                x, weight, added, self.group, input_is_parallel=self.input_is_parallel, sequence_dim=dim
+                x,
+                into_main_grad(weight, main_grad),
+                added,
+                self.group,
+                input_is_parallel=self.input_is_parallel,
+                sequence_dim=dim,
             )
         else:
             if not self.input_is_parallel:
                 x = scatter_to_group(x, -1, self.group)
-            overlapped = {"in_features": self.in_features, "group": self.group}
+            overlapped = {"in_features": self.in_features, "main_grad": main_grad, "group": self.group}
             if dim is None:
                 out = matmul_all_reduce(x, weight, added, **overlapped)
             else:

@@ -22,7 +22,8 @@ class ParallelMLP(nn.Module):
         hidden_size, ffn_size: of the whole layer.
         activation: as in `ColumnParallelLinear`.
         bias: of both layers.
-        sequence_parallel, sequence_dim, init_method, backend, group, mesh: as in `ColumnParallelLinear`.
+        sequence_parallel, sequence_dim, init_method, backend, accumulate_main_grad, group, mesh: as in
+            `ColumnParallelLinear`.
 
     Shapes: ``[..., hidden]`` in and out; under sequence parallelism `sequence_dim` is this rank's tokens in both.
     """
@@ -38,6 +39,7 @@ class ParallelMLP(nn.Module):
         sequence_dim: int = 0,
         init_method: Callable[[Tensor], object] | None = None,
         backend: str | None = None,
+        accumulate_main_grad: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -51,6 +53,7 @@ class ParallelMLP(nn.Module):
             "sequence_dim": sequence_dim,
             "init_method": init_method,
             "backend": backend,
+            "accumulate_main_grad": accumulate_main_grad,
             "group": group,
             "mesh": mesh,
             "device": device,
@@ -87,6 +90,7 @@ class ParallelGatedMLP(nn.Module):
         sequence_dim: int = 0,
         init_method: Callable[[Tensor], object] | None = None,
         backend: str | None = None,
+        accumulate_main_grad: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -101,6 +105,7 @@ class ParallelGatedMLP(nn.Module):
             "sequence_dim": sequence_dim,
             "init_method": init_method,
             "backend": backend,
+            "accumulate_main_grad": accumulate_main_grad,
             "group": group,
             "mesh": mesh,
             "device": device,

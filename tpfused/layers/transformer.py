@@ -44,6 +44,7 @@ class TransformerConfig:
             outside.
         init: "default" (`nn.Linear`'s) or "xavier": Xavier-uniform on each projection's whole shape, zero biases
             (Glorot and Bengio, 2010). Embeddings and positions are normal(0, 1).
+        accumulate_main_grad: of every projection and the embedding, as in `ColumnParallelLinear`.
         checkpoint_activations: recompute each block in backward instead of keeping its activations.
     """
 
@@ -69,6 +70,7 @@ class TransformerConfig:
     sequence_parallel: bool = False
     sequence_dim: int = 0
     init: str = "default"
+    accumulate_main_grad: bool = False
     checkpoint_activations: bool = False
 
     @classmethod
@@ -138,6 +140,7 @@ class ParallelTransformerBlock(nn.Module):
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
         place["sequence_parallel"] = config.sequence_parallel
         parallel = {**place, "sequence_dim": config.sequence_dim, "init_method": _init_method(config)}
+        parallel["accumulate_main_grad"] = config.accumulate_main_grad
         self.attention_norm = Norm(config.norm, config.hidden_size, config.norm_eps, **place)
         self.attention = ParallelAttention(
             config.hidden_size,
@@ -194,6 +197,7 @@ class ParallelTransformer(nn.Module):
         self.sequence_parallel = config.sequence_parallel
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
         parallel = {**place, "sequence_parallel": config.sequence_parallel, "sequence_dim": config.sequence_dim}
+        parallel["accumulate_main_grad"] = config.accumulate_main_grad
         shared = {**place, "sequence_parallel": config.sequence_parallel}
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **parallel)
         self.positions = None
@@ -266,10 +270,16 @@ class ParallelTransformer(nn.Module):
         if self.head is not None:
             return self.head(x, total_len=total_len)
         sequence_dim = self.config.sequence_dim if self.sequence_parallel else None
-        weight = self.embedding.local("weight")
-        vocab_size = self.config.vocab_size
+        weight, main_grad = self.embedding.weight_and_main_grad()
         return column_forward(
-            x, weight, None, self.group, out_features=vocab_size, sequence_dim=sequence_dim, total_len=total_len
+            x,
+            weight,
+            None,
+            self.group,
+            out_features=self.config.vocab_size,
+            sequence_dim=sequence_dim,
+            total_len=total_len,
+            main_grad=main_grad,
         )
 
 

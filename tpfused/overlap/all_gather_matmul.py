@@ -28,6 +28,7 @@ def all_gather_matmul(
     sequence_dim: int = 0,
     total_len: int | None = None,
     out_features: int | Sequence[int] | None = None,
+    main_grad: Tensor | Sequence[Tensor | None] | None = None,
     group=None,
     mesh=None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -44,6 +45,8 @@ def all_gather_matmul(
         total_len: all ranks' tokens, where they do not divide evenly: they are split like `torch.chunk`.
         out_features: all ranks', split likewise; for several weights one for each. Where the choice of a tier is
             measured, it is measured for these: weights that come without share one.
+        main_grad: float32 ``[n, k]`` to which backward adds the weight's gradient in float32, instead of returning one;
+            for several weights one for each.
         group, mesh: as for the layers.
 
     Returns:
@@ -54,14 +57,15 @@ def all_gather_matmul(
     """
     if isinstance(weight, Tensor):
         weights, biases, features = (weight,), (bias,), (out_features,)
+        main_grads = None if main_grad is None else (main_grad,)
     else:
-        weights, biases, features = _lists(weight, bias, out_features)
+        weights, biases, features, main_grads = _lists(weight, bias, out_features, main_grad)
     call = look_up(_prepare, group, mesh, x_shard_m, weights, biases, activation, sequence_dim, total_len, features)
-    results = _OPERATION(call, x_shard_m, weights, biases)
+    results = _OPERATION(call, x_shard_m, weights, biases, main_grads)
     return results[0] if isinstance(weight, Tensor) else tuple(results)
 
 
-def _lists(weights, biases, out_features) -> tuple[Sequence, Sequence, Sequence]:
+def _lists(weights, biases, out_features, main_grads) -> tuple[Sequence, Sequence, Sequence, Sequence | None]:
     """One of each for every weight."""
     if not isinstance(weights, list | tuple):
         raise TypeError(f"{NAME}: the weight must be a tensor or a list of tensors, not {type(weights).__name__}")
@@ -76,7 +80,9 @@ def _lists(weights, biases, out_features) -> tuple[Sequence, Sequence, Sequence]
         elif len(values) != len(weights) or any(value is None for value in values):
             raise ValueError(f"{NAME}: {len(weights)} weights take as many {what}, or none, not {len(values)}")
         given.append(tuple(values))
-    return tuple(weights), *given
+    if main_grads is not None and (not isinstance(main_grads, list | tuple) or len(main_grads) != len(weights)):
+        raise TypeError(f"{NAME}: {len(weights)} weights take a list of as many main_grads")
+    return tuple(weights), *given, main_grads
 
 
 def _prepare(tp: TPGroup, x, weights, biases, activation, sequence_dim, total_len, out_features) -> Call:
@@ -127,7 +133,7 @@ class _AllGatherMatmul(Operation):
             dx = scatter_rows(sum(parts[1:], parts[0]), plan)
         if needs.weights:
             x = gather_rows(x, plan)
-            dweights = [product(dpre.T, x) for dpre in dpres]
+            dweights = [needs.wgrad(dpre, x, index) for index, dpre in enumerate(dpres)]
         return dx, dweights, dbiases
 
     def plain(self, plan, dim, x, weights, biases):

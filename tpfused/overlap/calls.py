@@ -45,17 +45,17 @@ def column_backward(
     """-> the gradients of x (own rows) and of the weights."""
     dx = x.new_empty(x.shape) if needs.x else None
     dweights, columns, held = [], [], []
-    for dpre, weight in zip(dpres, weights, strict=True):
+    for index, (dpre, weight) in enumerate(zip(dpres, weights, strict=True)):
         weight, leading = _matrix(weight)
-        dweight = weight.new_empty(weight.shape) if needs.weights else None
+        dweight = _new_dweight(needs, weight, index)
         columns.append((weight.shape[0], weight.data_ptr(), leading, dpre.data_ptr(), _address(dweight)))
         held.append(weight)
         dweights.append(dweight)
     slot = plan.padded * plan.inputs
     staged = plan.total * plan.inputs + (2 * slot if link[1] == "nccl" else 0)
-    more = _address(dx), needs.x, needs.weights, columns
+    more = _address(dx), needs.x, _wants_dweight(needs), columns
     _run(link, "column_backward", plan, x, slot, staged, 0, 0, 0, *more)
-    return dx, dweights
+    return dx, dweights if needs.main_grads is None else [None] * len(dweights)
 
 
 def matmul_reduce_scatter(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -75,7 +75,7 @@ def row_backward(
     """-> the gradients of x (all rows) and of the weight."""
     slot = plan.padded * weight.shape[0]
     staged = slot if link[1] == "nccl" else 0
-    return _backward("row_backward", link, plan, needs, dy, x, weight, slot, staged, *needs[:2])
+    return _backward("row_backward", link, plan, needs, dy, x, weight, slot, staged, needs.x, _wants_dweight(needs))
 
 
 def matmul_all_reduce(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -92,7 +92,7 @@ def whole_input_backward(
 ) -> tuple[Tensor, Tensor | None]:
     """-> the gradients of x, all-reduced, and of the weight, whose matmul hides that."""
     sizes = _all_reduced(link, plan, plan.inputs)
-    return _backward("whole_input_backward", link, plan, needs, dpre, x, weight, *sizes, needs.weights)
+    return _backward("whole_input_backward", link, plan, needs, dpre, x, weight, *sizes, _wants_dweight(needs))
 
 
 def matmul_all_gather(
@@ -111,15 +111,27 @@ def matmul_all_gather(
 
 def _backward(
     operation: str, link: Link, plan: Plan, needs: Needs, dy: Tensor, x: Tensor, weight: Tensor, slot: int, staged: int,
-    *flags: bool,
+    *flags: int,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """-> the gradients of x and of the weight. `flags`: what the extension is told of `needs`."""
     weight, leading = _matrix(weight)
     dx = x.new_empty(x.shape) if needs.x else None
-    dweight = weight.new_empty(weight.shape) if needs.weights else None
+    dweight = _new_dweight(needs, weight)
     more = dy.data_ptr(), _address(dx), _address(dweight), *flags
     _run(link, operation, plan, x, slot, staged, weight.shape[0], weight.data_ptr(), leading, *more)
-    return dx, dweight
+    return dx, dweight if needs.main_grads is None else None
+
+
+def _new_dweight(needs: Needs, weight: Tensor, index: int = 0) -> Tensor | None:
+    """What the extension writes or adds a weight's gradient to."""
+    if not needs.weights:
+        return None
+    return weight.new_empty(weight.shape) if needs.main_grads is None else needs.main_grads[index]
+
+
+def _wants_dweight(needs: Needs) -> int:
+    """What the extension does there: 0 nothing, 1 write, 2 add in float32."""
+    return needs.weights * (1 if needs.main_grads is None else 2)
 
 
 def _all_reduced(link: Link, plan: Plan, features: int) -> tuple[int, int]:

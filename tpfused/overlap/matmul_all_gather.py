@@ -25,6 +25,7 @@ def column_matmul(
     activation: str | None = None,
     *,
     out_features: int | None = None,
+    main_grad: Tensor | None = None,
     group=None,
     mesh=None,
 ) -> Tensor:
@@ -36,6 +37,7 @@ def column_matmul(
         activation: None, "gelu" (erf), "gelu_tanh", "relu", "silu".
         out_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
             these: weights that come without share one.
+        main_grad: float32 ``[n, k]`` to which backward adds the weight's gradient in float32, instead of returning one.
         group, mesh: as for the layers.
 
     Returns:
@@ -44,7 +46,7 @@ def column_matmul(
     Raises:
         ValueError, TypeError: as `ColumnParallelLinear`; before any collective.
     """
-    return _call(_COLUMN_MATMUL, x, weight, bias, activation, out_features, group, mesh)
+    return _call(_COLUMN_MATMUL, x, weight, bias, activation, out_features, main_grad, group, mesh)
 
 
 def matmul_all_gather(
@@ -54,6 +56,7 @@ def matmul_all_gather(
     activation: str | None = None,
     *,
     out_features: int | None = None,
+    main_grad: Tensor | None = None,
     group=None,
     mesh=None,
 ) -> Tensor:
@@ -68,13 +71,13 @@ def matmul_all_gather(
     Returns:
         ``[..., out_features]``.
     """
-    return _call(_MATMUL_ALL_GATHER, x, weight, bias, activation, out_features, group, mesh)
+    return _call(_MATMUL_ALL_GATHER, x, weight, bias, activation, out_features, main_grad, group, mesh)
 
 
-def _call(operation: Operation, x, weight, bias, activation, out_features, group, mesh) -> Tensor:
+def _call(operation: Operation, x, weight, bias, activation, out_features, main_grad, group, mesh) -> Tensor:
     weights, biases = (weight,), (bias,)
     call = look_up(_prepare, group, mesh, x, weights, biases, operation, activation, out_features)
-    return operation(call, x, weights, biases)[0]
+    return operation(call, x, weights, biases, None if main_grad is None else (main_grad,))[0]
 
 
 def _prepare(tp: TPGroup, x, weights, biases, operation, activation, out_features) -> Call:
@@ -111,7 +114,7 @@ class _ColumnMatmul(Operation):
             dx, dweight = calls.whole_input_backward(chosen, plan, needs, dpre, x, weight)
         else:
             dx = all_reduce(product(dpre, weight), plan.tp) if needs.x else None
-            dweight = product(dpre.T, x) if needs.weights else None
+            dweight = needs.wgrad(dpre, x) if needs.weights else None
         return dx, [dweight], [dbias]
 
     def plain(self, plan, dim, x, weights, biases):

@@ -22,6 +22,7 @@ def matmul_all_reduce(
     bias: Tensor | None = None,
     *,
     in_features: int | None = None,
+    main_grad: Tensor | None = None,
     group=None,
     mesh=None,
 ) -> Tensor:
@@ -36,6 +37,7 @@ def matmul_all_reduce(
         bias: ``[n]``, the same on each rank.
         in_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
             these: weights that come without share one.
+        main_grad: float32 ``[n, k]`` to which backward adds the weight's gradient in float32, instead of returning one.
         group, mesh: as for the layers.
 
     Returns:
@@ -46,7 +48,7 @@ def matmul_all_reduce(
     """
     weights, biases = (weight,), (bias,)
     call = look_up(_prepare, group, mesh, x_shard_k, weights, biases, in_features)
-    return _OPERATION(call, x_shard_k, weights, biases)[0]
+    return _OPERATION(call, x_shard_k, weights, biases, None if main_grad is None else (main_grad,))[0]
 
 
 def _prepare(tp: TPGroup, x, weights, biases, in_features) -> Call:
@@ -76,7 +78,7 @@ class _MatmulAllReduce(Operation):
     def backward(self, chosen, plan, needs, grads, x, weights, kept):
         (dy,), (weight,) = grads, weights
         dx = product(dy, weight) if needs.x else None
-        dweight = product(dy.T, x) if needs.weights else None
+        dweight = needs.wgrad(dy, x) if needs.weights else None
         return dx, [dweight], [act_gradient(dy, None, None, True)[1] if needs.biases else None]
 
     def plain(self, plan, dim, x, weights, biases):

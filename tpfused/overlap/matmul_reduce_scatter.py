@@ -23,6 +23,7 @@ def matmul_reduce_scatter(
     *,
     sequence_dim: int = 0,
     in_features: int | None = None,
+    main_grad: Tensor | None = None,
     group=None,
     mesh=None,
 ) -> Tensor:
@@ -37,6 +38,7 @@ def matmul_reduce_scatter(
         bias: ``[n]``, the same on each rank; its gradient is of this rank's tokens alone.
         in_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
             these: weights that come without share one.
+        main_grad: float32 ``[n, k]`` to which backward adds the weight's gradient in float32, instead of returning one.
         group, mesh: as for the layers.
 
     Returns:
@@ -47,7 +49,7 @@ def matmul_reduce_scatter(
     """
     weights, biases = (weight,), (bias,)
     call = look_up(_prepare, group, mesh, x_shard_k, weights, biases, sequence_dim, in_features)
-    return _OPERATION(call, x_shard_k, weights, biases)[0]
+    return _OPERATION(call, x_shard_k, weights, biases, None if main_grad is None else (main_grad,))[0]
 
 
 def _prepare(tp: TPGroup, x, weights, biases, sequence_dim, in_features) -> Call:
@@ -86,7 +88,7 @@ class _MatmulReduceScatter(Operation):
         elif needs.x or needs.weights:
             dy = gather_rows(dy, plan)
             dx = product(dy, weight) if needs.x else None
-            dweight = product(dy.T, x) if needs.weights else None
+            dweight = needs.wgrad(dy, x) if needs.weights else None
         return dx, [dweight], [dbias]
 
     def plain(self, plan, dim, x, weights, biases):

@@ -18,17 +18,28 @@ from torch import Tensor
 from tpfused.autograd import once_differentiable, records_gradient
 from tpfused.group import resolve_group
 from tpfused.kernels.launch import autocast_to
+from tpfused.kernels.linear_act import accumulate_wgrad
+from tpfused.kernels.matmul import product
+from tpfused.main_grad import check_main_grad, into_main_grad
 from tpfused.overlap.choice import Chosen, choose
 from tpfused.overlap.plans import Call, Operands, Plan, plan_of, to_rows
 from tpfused.overlap.tiers import deterministic, exact
 
 
 class Needs(NamedTuple):
-    """Which gradients are wanted: of x, of any weight, of any bias."""
+    """Which gradients are wanted: of x, of any weight, of any bias; and where the weights' are added to, if not
+    returned."""
 
     x: bool
     weights: bool
     biases: bool
+    main_grads: Sequence[Tensor] | None = None
+
+    def wgrad(self, dpre: Tensor, x: Tensor, index: int = 0) -> Tensor | None:
+        """``dpre.T @ x`` for the weight of this index; None where it was added to a main_grad."""
+        if self.main_grads is None:
+            return product(dpre.T, x)
+        return accumulate_wgrad(self.main_grads[index], dpre, x)
 
 
 class Operation:
@@ -52,8 +63,8 @@ class Operation:
     def backward(
         self, chosen: Chosen, plan: Plan, needs: Needs, grads: Operands, x: Tensor, weights: Operands, kept: Operands
     ) -> tuple[Tensor | None, Operands, Operands]:
-        """-> new gradients of x, weights and biases, None for those not needed. `kept`: the pre-activations, or the
-        results of relu."""
+        """-> new gradients of x, weights and biases, None for those not needed, and for weights with a main_grad.
+        `kept`: the pre-activations, or the results of relu."""
         raise NotImplementedError
 
     def plain(self, plan: Plan, dim: int, x: Tensor, weights: Operands, biases: Operands) -> Sequence[Tensor]:
@@ -85,13 +96,23 @@ class Operation:
         # A class of its own, for the name that profiles and `grad_fn` show.
         self._function = type(type(self).__name__.removeprefix("_"), (_Function,), {})
 
-    def __call__(self, call: Call, x: Tensor, weights: Operands, biases: Operands) -> Sequence[Tensor]:
+    def __call__(
+        self, call: Call, x: Tensor, weights: Operands, biases: Operands, main_grads: Operands | None = None
+    ) -> Sequence[Tensor]:
         plan, dim, direct, autocasts = call
         if autocasts:  # as torch's own matmuls do; the gradients come back in the operands' dtypes
             x, *operands = autocast_to(x, *weights, *biases)
             weights, biases = operands[: len(weights)], operands[len(weights) :]
         training = records_gradient(x, *weights, *biases)
         chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
+        if main_grads is not None:
+            for weight, main_grad in zip(weights, main_grads, strict=True):
+                check_main_grad(main_grad, weight, self.name)
+            if chosen is None or not all(
+                w.requires_grad and m is not None for w, m in zip(weights, main_grads, strict=True)
+            ):
+                weights = [into_main_grad(w, m) for w, m in zip(weights, main_grads, strict=True)]
+                main_grads = None
         if chosen is None and (direct or _is_plain(plan)):
             return self.plain(plan, dim, x, weights, biases)
         if not direct:
@@ -101,7 +122,7 @@ class Operation:
                 plan.tp.process_group.group_name,
             )[: len(weights)]  # fmt: skip
         elif training:
-            results = self._function.apply(self, chosen, plan, x, *weights, *biases)
+            results = self._function.apply(self, chosen, plan, main_grads, x, *weights, *biases)
         else:
             results, _ = self.forward(chosen, plan, False, x, weights, biases)
         if plan.leading is None:
@@ -126,11 +147,11 @@ class _Function(torch.autograd.Function):
     """An operation in eager mode, with gradients."""
 
     @staticmethod
-    def forward(ctx, operation, chosen, plan, x, *operands):
+    def forward(ctx, operation, chosen, plan, main_grads, x, *operands):
         count = len(operands) // 2
         weights = operands[:count]
         results, pres = operation.forward(chosen, plan, True, x, weights, operands[count:])
-        ctx.operation, ctx.chosen, ctx.plan, ctx.exact = operation, chosen, plan, exact[-1]
+        ctx.operation, ctx.chosen, ctx.plan, ctx.main_grads, ctx.exact = operation, chosen, plan, main_grads, exact[-1]
         ctx.save_for_backward(x, *weights, *(results if plan.activation == "relu" else pres))
         return tuple(results)
 
@@ -139,14 +160,14 @@ class _Function(torch.autograd.Function):
     def backward(ctx, *grads):
         count = len(grads)
         x, *saved = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad[3:]
-        needs = Needs(needs_x, any(needs[:count]), any(needs[count:]))
+        needs_x, *needs = ctx.needs_input_grad[4:]
+        needs = Needs(needs_x, any(needs[:count]), any(needs[count:]), ctx.main_grads)
         dys, kept = ([to_rows(tensor) for tensor in tensors] for tensors in (grads, saved[count:]))
         with deterministic() if ctx.exact else nullcontext():
             dx, dweights, dbiases = ctx.operation.backward(
                 ctx.chosen, ctx.plan, needs, dys, to_rows(x), saved[:count], kept
             )
-        return None, None, None, None if dx is None else dx.view(x.shape), *dweights, *dbiases
+        return None, None, None, None, None if dx is None else dx.view(x.shape), *dweights, *dbiases
 
 
 def _operator_of(operation: Operation) -> Callable:

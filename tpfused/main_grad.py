@@ -1,0 +1,95 @@
+"""Weight gradients that are added to ``weight.main_grad`` in float32, instead of to ``weight.grad``.
+
+Megatron-LM's convention (``gradient_accumulation_fusion``): many micro-batches' gradients, added in 16 bits, would lose
+what is small beside their sum.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tpfused.autograd import once_differentiable
+from tpfused.placement import local
+
+
+def main_grad_of(param: Tensor | None, what: str) -> Tensor | None:
+    """The local tensor to which backward is to add the parameter's gradient; None where it has none, or needs none.
+
+    Raises:
+        ValueError, TypeError: as `check_main_grad`.
+    """
+    main_grad = getattr(param, "main_grad", None)
+    if main_grad is None or not param.requires_grad:
+        return None
+    with torch.no_grad():
+        main_grad, own = local(main_grad), local(param)
+    check_main_grad(main_grad, own, what)
+    return main_grad
+
+
+def check_main_grad(main_grad: Tensor | None, weight: Tensor, what: str) -> None:
+    """Refuse one that is not a contiguous float32 tensor of the local weight's shape and device.
+
+    Raises:
+        ValueError, TypeError
+    """
+    if main_grad is None:
+        return
+    if not isinstance(main_grad, Tensor):
+        raise TypeError(f"{what}: main_grad must be a tensor, not {type(main_grad).__name__}")
+    if main_grad.dtype != torch.float32:
+        raise TypeError(f"{what}: main_grad must be float32, not {main_grad.dtype}")
+    if main_grad.shape != weight.shape or main_grad.device != weight.device:
+        raise ValueError(
+            f"{what}: main_grad must have the weight's shape {tuple(weight.shape)} on {weight.device}, not "
+            f"{tuple(main_grad.shape)} on {main_grad.device}"
+        )
+    if not main_grad.is_contiguous():
+        raise ValueError(f"{what}: main_grad must be contiguous, not of strides {main_grad.stride()}")
+
+
+def into_main_grad(weight: Tensor, main_grad: Tensor | None) -> Tensor:
+    """`weight`, whose gradient backward adds to `main_grad`, if there is one, and does not return."""
+    return weight if main_grad is None else _IntoMainGrad.apply(weight, main_grad)
+
+
+def announced(weight: Tensor, param: Tensor) -> Tensor:
+    """`weight`, the local tensor of a parameter that has a `main_grad`, for hooks that wait for a gradient.
+
+    Megatron's data parallelism marks its parameters with ``grad_added_to_main_grad`` and wants to see a `grad`: they
+    get zeros, and the mark becomes True. Others' `grad` stays None.
+    """
+    return _Announced.apply(weight, param) if hasattr(param, "grad_added_to_main_grad") else weight
+
+
+class _IntoMainGrad(torch.autograd.Function):
+    """weight -> weight. Backward: its gradient is added to main_grad, in float32. Nothing saved."""
+
+    @staticmethod
+    def forward(ctx, weight, main_grad):
+        ctx.main_grad = main_grad
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ctx.main_grad.add_(grad)
+        return None, None
+
+
+class _Announced(torch.autograd.Function):
+    """weight -> weight. Backward: the gradient is in main_grad already; zeros in its place. Nothing saved."""
+
+    @staticmethod
+    def forward(ctx, weight, param):
+        ctx.param, ctx.like = param, (weight.shape, weight.dtype, weight.device)
+        ctx.set_materialize_grads(False)
+        return weight.view_as(weight)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        ctx.param.grad_added_to_main_grad = True
+        shape, dtype, device = ctx.like
+        return torch.zeros(shape, dtype=dtype, device=device), None
