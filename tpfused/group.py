@@ -41,7 +41,7 @@ class TPGroup:
             return TPGroup, (None, self.rank, self.size)
         check_exists(self, "a layer that is to be pickled")
         ranks = tuple(dist.get_process_group_ranks(self.process_group))
-        return _unpickle, (ranks, self.rank, self.size, self.mesh, self.replicas)
+        return _unpickle, (self.process_group.group_name, ranks, self.rank, self.size, self.mesh, self.replicas)
 
 
 def exists(process_group: dist.ProcessGroup) -> bool:
@@ -65,15 +65,22 @@ def check_exists(group: TPGroup, what: str) -> None:
         )
 
 
-def _unpickle(ranks: tuple[int, ...], rank: int, size: int, mesh: DeviceMesh | None, replicas: int) -> TPGroup:
-    """A pickled group: a process group is known by its ranks, of several the default one or else the first."""
+def _unpickle(
+    name: str, ranks: tuple[int, ...], rank: int, size: int, mesh: DeviceMesh | None, replicas: int
+) -> TPGroup:
+    """A pickled group: of the process groups of the same ranks the one of this name, else the default one or the first.
+
+    Raises:
+        RuntimeError: there is none, or this process is another rank of it.
+    """
     if mesh is not None:
         return TPGroup(mesh.get_group(), rank, size, mesh, replicas)
     here = dist.get_rank() if dist.is_initialized() else None
     if here is not None and here in ranks and ranks.index(here) // replicas == rank:
-        for group in (dist.group.WORLD, *GROUPS):
-            if tuple(dist.get_process_group_ranks(group)) == ranks:
-                return TPGroup(group, rank, size, mesh, replicas)
+        same = [group for group in (dist.group.WORLD, *GROUPS) if tuple(dist.get_process_group_ranks(group)) == ranks]
+        same.sort(key=lambda group: group.group_name != name)
+        if same:
+            return TPGroup(same[0], rank, size, None, replicas)
     where = "without a process group" if here is None else f"by rank {here} of {dist.get_world_size()}"
     raise RuntimeError(
         f"a pickled layer is part {rank} of {size} and belongs to a process group of the ranks {list(ranks)}, but is "

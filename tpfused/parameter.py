@@ -25,6 +25,9 @@ class ParallelModule(nn.Module):
     With ``group=`` (or nothing: the default group) parameters are plain tensors, with ``mesh=`` DTensors. Subclasses
     make them with `new_parameter` and fill them from whole tensors with `fill_parameter`, so that every degree of
     tensor parallelism draws the same random numbers and ends with the same weights, bit for bit. FSDP2 needs ``mesh=``.
+
+    A copy (``copy.deepcopy``) is of the same group. Pickled, each rank's module is its own part; loaded by the same
+    rank, it finds the group of the same ranks, which must exist, or raises RuntimeError.
     """
 
     accumulate_main_grad = False  # whether the weight's gradient is added to its main_grad, where it has one

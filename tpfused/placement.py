@@ -46,6 +46,7 @@ class _ToLocal(torch.autograd.Function):
     def forward(ctx, param):
         ctx.place = {"device_mesh": param.device_mesh, "placements": param.placements}
         ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        ctx.set_materialize_grads(False)  # one that went to a main_grad
         part = param.to_local()
         return part.view_as(part)
 
@@ -53,6 +54,8 @@ class _ToLocal(torch.autograd.Function):
     def backward(ctx, grad):
         from torch.distributed.tensor import DTensor
 
+        if grad is None:
+            return None
         return DTensor.from_local(grad.contiguous(), **ctx.place, run_check=False, **ctx.whole)
 
 

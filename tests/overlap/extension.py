@@ -96,12 +96,13 @@ class Call:
             self.at(y, self.total, n).copy_(result)
 
     def column_backward(self, dx, wants_dx, wants_dw, columns) -> None:
-        x = self.gathered(self.read(self.x, self.own, self.k))
+        x = self.gathered(self.read(self.x, self.own, self.k)) if wants_dw else None
         parts = torch.zeros(self.total, self.k)
         for n, w, leading, dpre, dw in columns:
             dpre = self.read(dpre, self.total, n)
-            parts += dpre @ self.read(w, n, self.k, leading)
             self.wgrad(dw, wants_dw, dpre, x)
+            if wants_dx:
+                parts += dpre @ self.read(w, n, self.k, leading)
         if wants_dx:
             self.at(dx, self.own, self.k).copy_(self.scattered(parts))
 

@@ -21,6 +21,7 @@ from tpfused.layers.linear import ColumnParallelLinear, column_forward
 from tpfused.layers.loss import vocab_parallel_cross_entropy
 from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP
 from tpfused.layers.norm import Norm, check_eps
+from tpfused.overlap.tiers import recomputed_alike
 from tpfused.parameter import ParallelModule, check_size, local
 from tpfused.random import rank_rng
 
@@ -247,7 +248,9 @@ class ParallelTransformer(nn.Module):
         x = hidden_dropout(x, config, self.group, self.training)
         for block, cache in zip(self.blocks, caches, strict=True):
             if config.checkpoint_activations and self.training:
-                x = checkpoint(block, x, mask, total_len=total_len, use_reentrant=False)
+                # Compiled, a `context_fn` is for something else, and the tier is chosen when the operator runs.
+                alike = {} if torch.compiler.is_compiling() else {"context_fn": recomputed_alike}
+                x = checkpoint(block, x, mask, total_len=total_len, use_reentrant=False, **alike)
             else:
                 x = block(x, mask, total_len=total_len, cache=cache)
         if last_only:

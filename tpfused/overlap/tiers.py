@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 TIERS = ("nccl", "p2p")  # in the extension's order
 NAMES = ("measured", "first", *TIERS, "reference")
@@ -50,4 +50,21 @@ def deterministic() -> Iterator[None]:
     try:
         yield
     finally:
+        exact.pop()
+
+
+def recomputed_alike() -> tuple[AbstractContextManager, AbstractContextManager]:
+    """For the `context_fn` of ``torch.utils.checkpoint``: recomputation runs by the tier of forward, for another saves
+    other tensors, also where that was chosen around forward alone."""
+    return nullcontext(), _again(wanted[-1], exact[-1])
+
+
+@contextmanager
+def _again(name: str, is_exact: bool) -> Iterator[None]:
+    wanted.append(name)
+    exact.append(is_exact)
+    try:
+        yield
+    finally:
+        wanted.pop()
         exact.pop()

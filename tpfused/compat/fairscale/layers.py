@@ -4,8 +4,7 @@ Accepted without meaning here: `norm_type` (nothing is renormalised), `keep_mast
 `ParallelEmbedding` (as in fairscale). Refused with a `ValueError`, since results would differ: a `stride` other than 1,
 and the embeddings' `max_norm`, `scale_grad_by_freq` and `sparse`.
 
-Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree, and a layer cannot be pickled
-whole (its state_dict can).
+Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree.
 """
 
 from __future__ import annotations
