@@ -32,7 +32,16 @@ def shard_info(param: Tensor) -> ShardInfo | None:
 
 def local(param: Tensor | None) -> Tensor | None:
     """What this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
+    if torch.compiler.is_compiling():
+        return _compiled_local(param)
     return _ToLocal.apply(param) if hasattr(param, "to_local") else param
+
+
+def _compiled_local(param: Tensor | None) -> Tensor | None:
+    """torch.compile traces `DTensor.to_local`, not `_ToLocal`, and sees no attributes of a DTensor's own."""
+    from torch.distributed.tensor import DTensor
+
+    return param.to_local(grad_placements=param.placements) if isinstance(param, DTensor) else param
 
 
 class _ToLocal(torch.autograd.Function):

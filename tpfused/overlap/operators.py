@@ -234,7 +234,7 @@ def _operator_of(operation: Operation) -> Callable:
             for grad, weight in zip(grads, weights, strict=False)
         ]
         needs = Needs(ctx.needs_input_grad[0], *map(any, ctx.needs_input_grad[1:3]))
-        given = iter(derivative(grads, x, weights, kept, ctx.activation, ctx.sizes, list(needs), ctx.group))
+        given = iter(derivative(grads, x, weights, kept, ctx.activation, ctx.sizes, list(needs[:3]), ctx.group))
         dx = next(given) if needs.x else None
         dweights = [next(given) if needs.weights else None for _ in weights]
         dbiases = [next(given) if needs.biases else None for _ in range(ctx.bias_count)]

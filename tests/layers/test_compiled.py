@@ -1,0 +1,114 @@
+"""Blocks and whole models under torch.compile, as one graph: results and gradients of eager calls."""
+
+from contextlib import nullcontext
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.compare import Block
+from tests.conftest import gpu_world
+from tests.distributed import Workers
+from tests.layers.paths import assert_near, gradients, make_model
+from tests.layers.test_training import make_block
+from tests.layers.test_transformer import GPT, LLAMA, draw_ids
+from tests.overlap.test_operations import forced
+
+SEQUENCE = replace(GPT, sequence_parallel=True, num_layers=1)
+TIED = replace(LLAMA, tie_embeddings=True, num_layers=1)
+SHARED_HEADS = replace(LLAMA, sequence_parallel=True, sequence_dim=1, num_kv_heads=1, bias=True, num_layers=1)
+ranks = pytest.mark.parametrize("tp", [2], indirect=True)
+
+
+@pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def workers(request):
+    """No more than are needed, for compiling takes long."""
+    if request.param == "cuda" and gpu_world() < 2:
+        pytest.skip("needs two GPUs")
+    with Workers(request.param, 2) as pool:
+        yield pool
+
+
+def compiled(function, backend):
+    torch._dynamo.reset()
+    return torch.compile(function, fullgraph=True, backend=backend)
+
+
+def check_model(ctx, tp, mode, seed, config, path, autocasts, backend):
+    block = Block(ctx, tp, mode, seed)
+    with forced(ctx, tp, path):
+        model = make_model(block, config)
+        ids, labels, found = draw_ids(block, config, 6), draw_ids(block, config, 6), []
+        for function in (model.loss, compiled(model.loss, backend)):
+            model.zero_grad()
+            with torch.autocast(ctx.device.type, torch.bfloat16) if autocasts else nullcontext():
+                loss = function(ids, labels)
+            loss.backward()
+            found.append({"loss": loss.detach(), **gradients(model)})
+        assert_near(*reversed(found), f"{path} {config}", 0.1 if autocasts else 2e-4)
+
+
+def check_forward(ctx, tp, seed):
+    """A block with its gradients, and a model without."""
+    block = Block(ctx, tp, "group", seed)
+    with forced(ctx, tp, "p2p"):
+        module, x, total_len = make_block(block, SHARED_HEADS)
+        found = []
+        for function in (module, compiled(module, "aot_eager")):
+            module.zero_grad()
+            given = x.detach().clone().requires_grad_()
+            out = function(given, total_len=total_len)
+            out.square().sum().backward()
+            found.append({"out": out.detach(), "x": given.grad, **gradients(module)})
+        assert_near(*reversed(found), "a block")
+        model, ids = make_model(block, TIED), draw_ids(block, TIED, 6)
+        with torch.no_grad():
+            assert_near({"logits": compiled(model, "aot_eager")(ids)}, {"logits": model(ids)}, "a model")
+
+
+def check_options(ctx, tp, seed):
+    """With recomputation, and with main_grads."""
+    block = Block(ctx, tp, "group", seed)
+    with forced(ctx, tp, "p2p"):
+        for options in ({"checkpoint_activations": True}, {"accumulate_main_grad": True}):
+            model, ids = make_model(block, replace(SEQUENCE, **options)), draw_ids(block, SEQUENCE, 6)
+            weights = {key: p for key, p in model.named_parameters() if key.endswith("weight") and "norm" not in key}
+            found = []
+            for function in (model.loss, compiled(model.loss, "aot_eager")):
+                model.zero_grad()
+                for weight in weights.values():
+                    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+                function(ids, ids).backward()
+                grads = {f"{key} main": weight.main_grad.clone() for key, weight in weights.items()}
+                found.append(gradients(model) | grads)
+            assert_near(*reversed(found), str(options))
+
+
+@ranks
+@pytest.mark.parametrize(
+    "mode, config, path, autocasts",
+    [
+        ("group", SEQUENCE, "p2p", False),
+        ("group", SHARED_HEADS, "p2p", True),
+        ("group", TIED, "reference", False),
+        ("mesh", SEQUENCE, "p2p", False),
+    ],
+    ids=["overlapped", "autocast", "plain", "mesh"],
+)
+def test_models(workers, tp, mode, seed, config, path, autocasts):
+    workers.run(check_model, tp, mode, seed, config, path, autocasts, "aot_eager", timeout=240)
+
+
+@ranks
+def test_inductor(workers, tp, seed):
+    workers.run(check_model, tp, "group", seed, TIED, "p2p", False, "inductor", timeout=240)
+
+
+@ranks
+def test_a_block_and_no_gradients(workers, tp, seed):
+    workers.run(check_forward, tp, seed, timeout=240)
+
+
+@ranks
+def test_recomputation_and_main_grads(workers, tp, seed):
+    workers.run(check_options, tp, seed, timeout=240)
