@@ -9,12 +9,13 @@
 namespace tpfused {
 
 PeerMemory::PeerMemory(int size, size_t slot_bytes)
-    : slot_bytes_((slot_bytes + 4095) / 4096 * 4096), base_(size, nullptr) {
+    : slot_bytes_((slot_bytes + 4095) / 4096 * 4096),
+      small_bytes_(std::min(most_small_bytes, size * slot_bytes_)),
+      base_(size, nullptr) {
   static_assert((words + small_flag_words + first_number + most_numbers) * sizeof(uint32_t) <= flag_bytes, "flags");
   if (size > most_ranks) throw std::runtime_error("a group of more than 64 ranks on one host");
-  size_t bytes = flag_bytes + 2 * small_bytes + slots * slot_bytes_;
   void* memory = nullptr;
-  check(cudaMalloc(&memory, bytes), "cudaMalloc of memory that peers write");
+  check(cudaMalloc(&memory, bytes()), "cudaMalloc of memory that peers write");
   own_ = static_cast<char*>(memory);
   check(cudaMemset(own_, 0, flag_bytes), "cudaMemset of flags");
   check(cudaDeviceSynchronize(), "clearing flags");
@@ -219,6 +220,12 @@ void Group::allocate(size_t slot_bytes) {
   peers = std::make_unique<PeerMemory>(size, slot_bytes);
   uses_ = 0;
   for (auto& count : awaited_) count = 0;
+}
+
+size_t Group::peer_bytes() const {
+  size_t bytes = peers ? peers->bytes() : 0;
+  for (const auto& kept : kept_) bytes += kept->bytes();
+  return bytes;
 }
 
 void Group::disconnect() {

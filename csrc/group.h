@@ -44,7 +44,7 @@ struct Rows {
 class PeerMemory {
  public:
   static constexpr int slots = 3;                       // operations that may be under way at a time
-  static constexpr size_t small_bytes = 8 << 20;        // of each of the two areas for small sums
+  static constexpr size_t most_small_bytes = 8 << 20;   // of each of the two areas for small sums
   static constexpr int small_blocks = 128;              // of the kernel that adds them
   static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`
 
@@ -53,17 +53,19 @@ class PeerMemory {
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
+  size_t bytes() const { return flag_bytes + 2 * small_bytes_ + slots * slot_bytes_; }
   std::string handle() const;                                       // for the peers
   void connect(int rank, const std::vector<std::string>& handles);  // one of each rank
   void disconnect();                                                // before any peer frees its memory
 
-  char* slot(int rank, int slot) const { return base_[rank] + flag_bytes + 2 * small_bytes + slot * slot_bytes_; }
+  char* slot(int rank, int slot) const { return base_[rank] + flag_bytes + 2 * small_bytes_ + slot * slot_bytes_; }
   // On `rank`: what `from` has pushed, and (written by that peer) what it has emptied of its own.
   uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot * most_ranks + from); }
   uint32_t* emptied(int rank, int slot, int from) const { return word(rank, (2 * slot + 1) * most_ranks + from); }
 
   // The area and the flags of small sums that alternate ones use, see small_sums.h.
-  char* small(int rank, int turn) const { return base_[rank] + flag_bytes + turn * small_bytes; }
+  char* small(int rank, int turn) const { return base_[rank] + flag_bytes + turn * small_bytes_; }
+  size_t small_bytes() const { return small_bytes_; }
   uint32_t* small_flags(int rank) const { return word(rank, words); }
   uint32_t* small_counter() const { return local(slots); }  // and the word after it
 
@@ -82,6 +84,7 @@ class PeerMemory {
   uint32_t* local(int index) const { return reinterpret_cast<uint32_t*>(own_) + words + small_flag_words + index; }
 
   size_t slot_bytes_;
+  size_t small_bytes_;  // for every sum of which a slot has room for a rank's part
   int rank_ = -1;
   uint32_t numbers_[2] = {0, eager_numbers};  // how many have been used: outside graphs, in turn; and in graphs
   std::vector<char*> base_;                   // of each rank, as this process sees it
@@ -138,6 +141,7 @@ class Group {
 
   // With new memory for `slots`; what a captured graph uses stays.
   void allocate(size_t slot_bytes);
+  size_t peer_bytes() const;  // of all such memory
   void disconnect();
 
   // The same bits from every tier and at every run.

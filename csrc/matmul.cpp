@@ -118,7 +118,7 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
 
   cublasLtMatmulPreference_t preference = nullptr;
   check(cublasLtMatmulPreferenceCreate(&preference), "cublasLtMatmulPreferenceCreate");
-  size_t bytes = workspace_bytes;
+  size_t bytes = workspace_bytes(type_);
   cublasLtMatmulPreferenceSetAttribute(preference, CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, &bytes, sizeof bytes);
   uint32_t alignment = aligned ? 16 : static_cast<uint32_t>(size_of(type_));
   for (auto attribute : {CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES,
@@ -142,7 +142,7 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
     cublasLtMatmulHeuristicResult_t result;
     usable = cublasLtMatmulAlgoCheck(handle_, plan->operation, plan->first, plan->second, plan->result, plan->result,
                                      &plan->algorithm, &result) == CUBLAS_STATUS_SUCCESS &&
-             result.workspaceSize <= workspace_bytes;
+             result.workspaceSize <= bytes;
   }
   if (!usable) plan->algorithm = algorithm_for(*plan);
   cublasLtMatmulPreferenceDestroy(preference);
@@ -172,7 +172,7 @@ void Matmul::run(const Product& p, cudaStream_t stream, void* workspace) {
   float alpha = 1, beta = p.add ? 1 : 0;
   check(cublasLtMatmul(handle_, plan.operation, &alpha, p.b.data, plan.first, p.a.data, plan.second, &beta,
                        p.add ? p.add : p.y.data, plan.result, p.y.data, plan.result, &plan.algorithm, workspace,
-                       workspace_bytes, stream),
+                       workspace_bytes(type_), stream),
         "cublasLtMatmul");
 }
 

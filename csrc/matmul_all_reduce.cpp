@@ -166,7 +166,7 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
 
 // One matmul and one kernel, on the caller's stream alone.
 void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStream_t stream) {
-  char* own_workspace = workspace.take(workspace_bytes);
+  char* own_workspace = workspace.take(workspace_bytes(o.type));
   char* part = workspace.take(o.m * o.n * size_of(o.type));
   group.matmul(o.type).run({matrix(o.x, o.k), o.w, matrix(part, o.n), o.m, o.n, o.k}, stream, own_workspace);
   small_all_reduce(group, o.y, part, o.bias, o.m, o.n, o.type, stream);

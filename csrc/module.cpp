@@ -119,6 +119,12 @@ PyObject* group_allocate(PyObject*, PyObject* args) {
   });
 }
 
+PyObject* group_peer_bytes(PyObject*, PyObject* args) {
+  long long address;
+  if (!PyArg_ParseTuple(args, "L:group_peer_bytes", &address)) return nullptr;
+  return PyLong_FromSize_t(at<Group>(address)->peer_bytes());
+}
+
 PyObject* group_timeout(PyObject*, PyObject* args) {
   long long address;
   double seconds;
@@ -343,6 +349,8 @@ PyMethodDef methods[] = {
     {"group_destroy", group_destroy, METH_VARARGS, "group_destroy(group). Waits for no other rank."},
     {"group_allocate", group_allocate, METH_VARARGS,
      "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},
+    {"group_peer_bytes", group_peer_bytes, METH_VARARGS,
+     "group_peer_bytes(group) -> of this rank's memory that peers write, also for graphs that were captured before."},
     {"group_timeout", group_timeout, METH_VARARGS,
      "group_timeout(group, seconds): after which an operation that has begun and not ended is given up."},
     {"group_deterministic", group_deterministic, METH_VARARGS,

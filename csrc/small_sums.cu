@@ -19,10 +19,11 @@ struct Areas {
   Replays* replays;
   int rank, size;
   bool in_graph;
-  int64_t stride;  // bytes from one rank's numbers to the next one's
+  int64_t bytes;   // of an area
+  int64_t stride;  // from one rank's numbers to the next one's
 
   __device__ char* numbers(int owner, uint32_t turn, int phase, int from) const {
-    return area[owner] + turn * PeerMemory::small_bytes + phase * (PeerMemory::small_bytes / 2) + from * stride;
+    return area[owner] + turn * bytes + phase * (bytes / 2) + from * stride;
   }
   __device__ uint32_t* flag(int owner, uint32_t turn, int phase, int from) const {
     return flags[owner] + ((turn * 2 + phase) * most_ranks + from) * PeerMemory::small_blocks + blockIdx.x;
@@ -162,7 +163,7 @@ void launch(const Areas& areas, bool once, void* y, const void* part, const void
 
 bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type) {
   int64_t vectors = vectors_of(rows, n, type);
-  int64_t room = PeerMemory::small_bytes / (by_one_shot(group, vectors) ? 1 : 2);
+  int64_t room = static_cast<int64_t>(group.peers->small_bytes()) / (by_one_shot(group, vectors) ? 1 : 2);
   bool fits = stride_of(group, vectors) * group.size <= room;
   return n * size_of(type) % 16 == 0 && vectors > 0 && fits;
 }
@@ -180,6 +181,7 @@ void small_all_reduce(Group& group, void* y, const void* part, const void* bias,
   areas.in_graph = group.capturing();
   areas.rank = group.rank;
   areas.size = group.size;
+  areas.bytes = static_cast<int64_t>(group.peers->small_bytes());
   areas.stride = stride_of(group, vectors);
   bool once = by_one_shot(group, vectors);
   group.begin_small_sum(stream);

@@ -15,7 +15,7 @@ class Tiles {
   Tiles(Group& group, Type type, int64_t rows, Workspace& workspace, cudaStream_t stream)
       : type_(type), rows_(rows), group_(group), matmul_(group.matmul(type)), streams_{stream, group.beside} {
     if (group.begun().count) tick(group.begun(), stream);
-    for (char*& own : workspaces_) own = workspace.take(workspace_bytes);
+    for (char*& own : workspaces_) own = workspace.take(workspace_bytes(type));
     group.lead();
   }
 

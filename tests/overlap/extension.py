@@ -169,7 +169,7 @@ def stand_in() -> Iterator[None]:
         patch.setattr(choice, "_place_of", place_of)
         patch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda device: 2, raising=False)
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
-        patch.setattr(calls, "WORKSPACE", 4096)
+        patch.setattr(calls, "WORKSPACE", dict.fromkeys(calls.WORKSPACE, 4096))
         patch.setattr(calls, "KEPT_WORKSPACE", 16384)
         patch.setattr(calls, "_workspaces", {})
         patch.setattr(measure, "_lap", lap)

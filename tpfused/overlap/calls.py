@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator
+from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator, rounded_up
 from tpfused.overlap.operators import Needs
 from tpfused.overlap.plans import Operands, Plan
 from tpfused.overlap.tiers import TIERS, exact
@@ -13,7 +13,7 @@ from tpfused.sharding import padded_shard_size
 
 ALL_REDUCE_BLOCKS = 4  # of rows, at most: `Blocks::most` of csrc/blocks.h
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
-KEPT_WORKSPACE = WORKSPACE + 16 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
+KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # that have a workspace of their own, for it is used in one stream's order
 _workspaces: dict[tuple[int, int], Tensor] = {}
 
@@ -156,8 +156,8 @@ def _run(
         communicator.reserve(slot * itemsize)
     communicator.set_deterministic(exact[-1])
     stream = torch._C._cuda_getCurrentRawStream(device)
-    workspace = _workspace(x, device, stream, WORKSPACE + staged * itemsize + 4096)
     kind = TF32 if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[dtype]
+    workspace = _workspace(x, device, stream, WORKSPACE[kind] + staged * itemsize + 4096)
     getattr(communicator.module, operation)(
         communicator.handle, TIERS.index(tier), stream, workspace.data_ptr(), workspace.numel(), kind,
         plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), weight, leading, *more,
@@ -169,10 +169,20 @@ def _workspace(x: Tensor, device: int, stream: int, size: int) -> Tensor:
     if size > KEPT_WORKSPACE or torch._C._cuda_isCurrentStreamCapturing():  # a graph's memory is its own
         return torch.empty(size, dtype=torch.uint8, device=x.device)
     kept = _workspaces.get((device, stream))
-    if kept is None:
+    if kept is None or kept.numel() < size:
+        _workspaces.pop((device, stream), None)
         if len(_workspaces) >= MOST_STREAMS:
             _workspaces.clear()
-        kept = _workspaces[device, stream] = torch.empty(KEPT_WORKSPACE, dtype=torch.uint8, device=x.device)
+        kept = torch.empty(min(rounded_up(size), KEPT_WORKSPACE), dtype=torch.uint8, device=x.device)
+        _workspaces[device, stream] = kept
+    return kept
+
+
+def workspace_bytes() -> dict[torch.device, int]:
+    """Kept on each device, for all groups: of torch's allocator."""
+    kept: dict[torch.device, int] = {}
+    for workspace in _workspaces.values():
+        kept[workspace.device] = kept.get(workspace.device, 0) + workspace.numel()
     return kept
 
 

@@ -16,11 +16,12 @@ import torch.distributed as dist
 from tpfused import extension
 from tpfused.group import TPGroup, exists
 
-SLOT_STEP = 16 * 2**20  # peers' buffers grow by this many bytes, for growing stops the device
+FIRST_SLOT = 2**20  # bytes of each of the peers' buffers at first
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
-WORKSPACE = 2 * 32 * 2**20  # of the matmuls on an operation's two streams
+# Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
+WORKSPACE = {code: 2 * (2 if code == TYPES[torch.float32] else 32) * 2**20 for code in (*TYPES.values(), TF32)}
 
 
 class Communicator:
@@ -41,7 +42,7 @@ class Communicator:
         self.tiers = ("nccl",)
         if not self._on_one_host():
             self._warn_of_nccl("they are on several hosts")
-        elif self._grow(SLOT_STEP):
+        elif self._grow(FIRST_SLOT):
             self.tiers = ("p2p", "nccl")
         else:
             self._warn_of_nccl("they do not reach each other's memory")
@@ -86,8 +87,13 @@ class Communicator:
                 f"a CUDA graph can't be captured of an operation that needs {slot_bytes} bytes of memory for its peers "
                 f"to write, while there are {self._slot_bytes}: run it once before the capture"
             )
-        if not self._grow(-(-slot_bytes // SLOT_STEP) * SLOT_STEP):
+        if not self._grow(rounded_up(slot_bytes)):
             raise RuntimeError(f"a rank could not get {slot_bytes / 2**20:.0f} MiB of memory for its peers to write")
+
+    @property
+    def peer_bytes(self) -> int:
+        """Of this rank's memory that its peers write. It is not of torch's allocator."""
+        return self.module.group_peer_bytes(self.handle) if self.handle else 0
 
     def set_deterministic(self, wanted: bool) -> None:
         """Whether every tier is to give the same bits from now on. The same on all ranks."""
@@ -126,6 +132,18 @@ class Communicator:
         except RuntimeError as error:
             warnings.warn(f"rank {self.rank}: no memory that peers can write: {error}", stacklevel=2)
             return None
+
+
+def rounded_up(size: int) -> int:
+    """Bytes to allocate for something that may want more later: to a quarter of the power of two, for growing stops the
+    device."""
+    step = max(1, 1 << size.bit_length() >> 3)
+    return -(-size // step) * step
+
+
+def all_made() -> list[tuple[torch.device, Communicator]]:
+    """Of the groups that exist."""
+    return [(key[1], made) for key, made in _communicators.items() if made is not None and exists(key[0])]
 
 
 def set_timeout(seconds: float) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 
@@ -31,8 +32,40 @@ class Choice:
     us: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(frozen=True)
+class GroupMemory:
+    """What operations keep on one of this process's GPUs, in bytes.
+
+    Attributes:
+        device: such as "cuda:0".
+        ranks: how many the group has.
+        peers: the memory that the group's other ranks write; torch's allocator does not count it.
+        workspaces: of the device's matmuls and transfers, which all groups share; torch's allocator counts them.
+    """
+
+    device: str
+    ranks: int
+    peers: int
+    workspaces: int
+
+    def __str__(self) -> str:
+        peers, workspaces = (f"{size / 2**20:,.1f} MiB" for size in (self.peers, self.workspaces))
+        return f"{self.ranks} ranks on {self.device}: {peers} that peers write, {workspaces} of workspaces"
+
+
 class Explanation(tuple[Choice, ...]):
-    """Choices, in the order in which they were made; as text, a table of them."""
+    """Choices, in the order in which they were made; as text, a table of them.
+
+    Attributes:
+        memory: a `GroupMemory` of each group and GPU.
+    """
+
+    memory: tuple[GroupMemory, ...]
+
+    def __new__(cls, choices: Iterable[Choice] = (), memory: Iterable[GroupMemory] = ()):
+        made = super().__new__(cls, choices)
+        made.memory = tuple(memory)
+        return made
 
     def __repr__(self) -> str:
         if not self:
@@ -52,15 +85,20 @@ class Explanation(tuple[Choice, ...]):
             cells = enumerate(zip(row, widths, strict=True))
             return "  ".join(text.rjust(width) if i in numbers else text.ljust(width) for i, (text, width) in cells)
 
-        return "\n".join(line(row).rstrip() for row in table)
+        return "\n".join([*(line(row).rstrip() for row in table), *map(str, self.memory)])
 
 
 def explain() -> Explanation:
     """Which tier each overlapped operation of this process runs by, for each shape and group, and why.
 
-    ``print(explain())`` shows a table; iterating gives the `Choice` of each line. Looking costs the operations nothing,
-    and is no collective.
+    ``print(explain())`` shows a table, and what memory is kept; iterating gives the `Choice` of each line. Looking
+    costs the operations nothing, and is no collective.
     """
-    from tpfused.overlap import choice  # which needs the above
+    from tpfused.overlap import calls, choice, communicator  # which need the above
 
-    return Explanation(choice.made())
+    workspaces = calls.workspace_bytes()
+    memory = [
+        GroupMemory(str(device), made.size, made.peer_bytes, workspaces.get(device, 0))
+        for device, made in communicator.all_made()
+    ]
+    return Explanation(choice.made(), memory)
