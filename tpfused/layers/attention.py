@@ -14,6 +14,7 @@ from tpfused.collectives import copy_to_group, copy_to_replicas, own_slice
 from tpfused.group import resolve_group, with_replicas
 from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
+from tpfused.layers.sdpa import cudnn_first
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
@@ -240,7 +241,8 @@ def scaled_dot_product_attention(
         # Not enable_gqa: with a mask it leaves only the back end that keeps all scores.
         k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     if mask is None:
-        return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+        with cudnn_first(q, k):
+            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
     if mask.dtype != torch.bool:
         mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
     if causal:

@@ -49,7 +49,7 @@ def vocab_parallel_cross_entropy(
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
         check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN.
         group: the ProcessGroup over which the vocabulary is split.
-        backend: "reference" forces the plain path.
+        backend: "reference" forces the plain path, as ``with tpfused.tier("reference"):`` does.
         overwrite_logits: backward may write the gradient over the logits, which nothing else must need by then: their
             size in memory is saved. It can then run once. The plain path and compiled code leave them as they are.
 

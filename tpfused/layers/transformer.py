@@ -130,7 +130,8 @@ class ParallelTransformerBlock(nn.Module):
     """A pre-norm block: ``x + attention(norm(x))``, then ``x + mlp(norm(x))``.
 
     Shapes: ``[tokens, batch, hidden]`` (``[batch, tokens, hidden]`` with ``config.sequence_dim`` 1) in and out, this
-    rank's tokens under sequence parallelism. `mask` as in `ParallelAttention`.
+    rank's tokens under sequence parallelism. `mask` as in `ParallelAttention`. ``with tpfused.tier("reference"):``
+    around a call forces the plain path.
     """
 
     def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
@@ -178,6 +179,8 @@ class ParallelTransformer(nn.Module):
 
     Shapes: int64 ids ``[batch, tokens]``, whole on each rank; logits ``[batch, tokens, vocabulary shard]``. `mask` as
     in `ParallelAttention`.
+
+    Its layers run the fastest way measured; ``with tpfused.tier("reference"):`` around a call forces the plain path.
 
     With a `KVCache`, ids are the tokens that follow those in it (a prompt, several tokens, or one), and are added to
     it. `last_only` then gives the last token's logits alone, ``[batch, 1, vocabulary shard]``. Such calls do without

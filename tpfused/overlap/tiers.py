@@ -14,12 +14,13 @@ wanted = [os.environ.get("TPFUSED_TIER") or "measured"]
 
 @contextmanager
 def tier(name: str) -> Iterator[None]:
-    """Say by which tier the operations inside run; all ranks must say the same.
+    """Say by which tier the operations inside run, those of layers included; all ranks must say the same.
 
     The environment variable TPFUSED_TIER, read when the first operation is imported, says it for those outside.
 
     Args:
-        name: "p2p", "nccl" or "reference" (torch's collective before or after the whole matmul) force that tier.
+        name: "p2p", "nccl" or "reference" (torch's collective before or after the whole matmul) force that tier; under
+            "reference" the layers use none of Triton's kernels either, as with their ``backend="reference"``.
             "first" takes the first of the three that the group has, and measures nothing; "measured", where nothing
             else is said, the fastest. Tiers do not add in the same order: where each run must give the same bits, force
             one, or see `deterministic`.
