@@ -9,6 +9,8 @@ from torch import nn
 
 from tests.compare import Block, collectives_made, compare, refuses
 from tpfused import VocabParallelEmbedding
+from tpfused.group import TPGroup
+from tpfused.layers import embedding as layer_module
 from tpfused.placement import local
 
 # Even, uneven, one id only (empty shards), GPT-2's.
@@ -207,3 +209,15 @@ def test_bad_input_is_refused_before_any_collective(workers, tp, mode):
 
 def test_bad_ids_without_a_synchronisation(workers, tp):
     workers.run(check_late_refusal, tp)
+
+
+def test_the_plain_path_can_be_forced(monkeypatch):
+    def kernel(*args):
+        raise AssertionError("the kernel ran")
+
+    monkeypatch.setattr(layer_module, "runs_kernels", lambda x, backend: backend is None)
+    monkeypatch.setattr(layer_module, "embedding", kernel)
+    ids, alone = torch.zeros(3, dtype=torch.int64), {"group": TPGroup(None, 0, 1)}
+    VocabParallelEmbedding(5, 4, backend="reference", **alone)(ids)
+    with pytest.raises(AssertionError, match="kernel"):
+        VocabParallelEmbedding(5, 4, **alone)(ids)

@@ -24,6 +24,7 @@ from tpfused import (
 )
 from tpfused.collectives import all_gather, all_reduce
 from tpfused.group import TPGroup, resolve_group
+from tpfused.layers.norm import Norm
 
 
 def check_second_derivative(ctx, tp):
@@ -188,3 +189,55 @@ def check_unsure_ids(ctx, tp):
 
 def test_rows_of_unsure_ids_are_nan(workers, tp):
     workers.run(check_unsure_ids, tp)
+
+
+def check_odd_inputs(ctx, tp):
+    """Tensors that are sparse, nested or of 8 bits, and of autocast's other dtypes."""
+    block = Block(ctx, tp, "group", 0)
+    place = {"device": ctx.device, **block.place}
+    x = torch.ones(2, 1, 8, device=ctx.device)
+    nested = torch.nested.nested_tensor([torch.ones(2, 8), torch.ones(3, 8)], device=ctx.device)
+    layers = [ColumnParallelLinear(8, 8, **place), RowParallelLinear(8 * tp, 8, **place), Norm("rmsnorm", 8, **place)]
+    for autocasts in (False, True):
+        with torch.autocast(ctx.device.type, torch.bfloat16, enabled=autocasts):
+            for layer in (*layers, ParallelMLP(8, 8, **place)):
+                for odd, told in (
+                    (x.to_sparse(), "sparse_coo"),
+                    (nested, "nested"),
+                    (x.to(torch.float8_e4m3fn), "float8"),
+                ):
+                    with refuses(TypeError, told):
+                        layer(odd)
+    ids = torch.zeros(2, 2, dtype=torch.int64, device=ctx.device)
+    with refuses(TypeError, "sparse_coo", "token ids"):
+        VocabParallelEmbedding(8, 8, **place)(ids.to_sparse())
+    with refuses(TypeError, "sparse_coo", "logits"):
+        vocab_parallel_cross_entropy(torch.ones(2, 2, 4, device=ctx.device).to_sparse(), ids, group=block.group)
+    for dtype in (torch.float8_e4m3fn, torch.int32):
+        for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
+            with refuses(TypeError, kind.__name__, dtype):
+                kind(8, 8, dtype=dtype, **place)
+
+
+def test_sparse_nested_and_8_bit_inputs_are_refused(workers, tp):
+    workers.run(check_odd_inputs, tp)
+
+
+def test_numbers_that_make_no_sense_are_refused():
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_size": 8, "max_positions": 8}
+    alone = TPGroup(None, 0, 1)
+    for eps in (-1, -1e-5, float("nan"), float("inf")):
+        with refuses(ValueError, "norm_eps", eps):
+            ParallelTransformer(TransformerConfig.llama(**sizes, norm_eps=eps), group=alone)
+        with refuses(ValueError, "eps", eps):
+            Norm("layernorm", 8, eps, group=alone)
+    for eps in (None, "1e-5", True):
+        with refuses(TypeError, "norm_eps", repr(eps)):
+            ParallelTransformer(TransformerConfig.llama(**sizes, norm_eps=eps), group=alone)
+    model = ParallelTransformer(TransformerConfig.llama(**sizes), group=alone)
+    ids = torch.zeros(1, 2, dtype=torch.int64)
+    for eos_id in (1.5, "2", True):
+        with refuses(TypeError, "eos_id", repr(eos_id)):
+            model.generate(ids, 2, eos_id=eos_id)
+    with refuses(ValueError, "fast"):
+        VocabParallelEmbedding(8, 8, backend="fast", group=alone)
