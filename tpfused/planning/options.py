@@ -1,0 +1,140 @@
+"""What the command line of `tpfused plan` asks for."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from tpfused.cli.errors import UserError
+from tpfused.cli.outputs import check_writable
+from tpfused.planning.communication import OPERATIONS, Fit, bus_factor
+from tpfused.planning.layouts import Step
+from tpfused.planning.rates import Rates
+from tpfused.planning.shape import BYTES, PRESETS, SEQUENCE, Shape
+from tpfused.planning.work import PASS_KINDS
+
+GIVEN = ("tflops", "memory_gbps", "memory_gib")  # which together do for a file
+
+
+@dataclass(frozen=True)
+class Machine:
+    """Its rates, the memory of a GPU, and where these numbers come from."""
+
+    rates: Rates
+    memory_bytes: float
+    source: str
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what is out of its range, before anything is measured."""
+    for name in ("gpus", "tp", "dp", "pp", "sequence", "batch", "micro_batch", "layers", "rounds"):
+        if options[name] is not None and options[name] < 1:
+            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {options[name]}")
+    for name in (*GIVEN, "attention_tflops", "bus_gbps", "latency_us", "tolerance"):
+        value = options[name]
+        if value is not None and not (math.isfinite(value) and value > 0):
+            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+    if options["dtype"] not in BYTES:
+        raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(BYTES)}")
+    if options["json"] is not None:
+        check_writable("json", options["json"])
+
+
+def shape_of(options: Mapping[str, Any]) -> Shape:
+    """The preset of --model with what else is given, or a shape of its own.
+
+    Raises:
+        UserError: sizes that are missing, or make no model.
+    """
+    name = options["model"]
+    if name is not None and name not in PRESETS:
+        raise UserError(f"unknown model {name!r}: choose {', '.join(PRESETS)}, or give the sizes")
+    known = {field.name: options[field.name] for field in fields(Shape) if options.get(field.name) is not None}
+    try:
+        if name is not None:
+            return replace(PRESETS[name], **known)
+        missing = [each for each in ("hidden", "ffn", "layers", "heads", "vocab") if each not in known]
+        if missing:
+            raise UserError(f"give --model ({', '.join(PRESETS)}), or --{', --'.join(missing)} as well")
+        positions = (options["sequence"] or 0) if known.get("style") == "gpt" else 0
+        return Shape(**{"kv_heads": known["heads"], "positions": positions} | known)
+    except ValueError as error:
+        raise UserError(str(error)) from error
+
+
+def step_of(options: Mapping[str, Any], shape: Shape, gpus: int) -> Step:
+    """The step, its blocks not computed again."""
+    tokens = options["sequence"] or SEQUENCE.get(options["model"])
+    if tokens is None:
+        raise UserError("give --sequence, the tokens of a sequence")
+    if shape.positions and tokens > shape.positions:
+        raise UserError(f"--sequence {tokens} is more than the model's {shape.positions} positions")
+    return Step(
+        batch=options["batch"] or gpus * options["micro_batch"],
+        micro_batch=options["micro_batch"],
+        tokens=tokens,
+        bytes=BYTES[options["dtype"]],
+        sequence_parallel=options["sequence_parallel"],
+        checkpointed=False,
+        overlap=options["overlap"],
+    )
+
+
+def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
+    """What --from and the options say of the machine; None where they say too little, and it must be measured.
+
+    Raises:
+        UserError: a file that cannot be read, or is not of `tpfused bench comm`.
+    """
+    machine = _from_file(options["from"]) if options["from"] else None
+    given = {name: options[name] for name in GIVEN if options[name] is not None}
+    if machine is None:
+        missing = [name for name in GIVEN if name not in given]
+        missing += ["bus_gbps"] if gpus > 1 and options["bus_gbps"] is None else []
+        if given and missing:
+            raise UserError(f"--{', --'.join(missing)} as well, or --from FILE".replace("_", "-"))
+        if missing:
+            return None
+        speed, gbps = given["tflops"], given["memory_gbps"]
+        rates = Rates(speed, speed / 2, speed / 2, dict.fromkeys(PASS_KINDS, gbps))
+        machine = Machine(rates, 0.0, "the command line")
+    return _overridden(machine, options)
+
+
+def _overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
+    """With the options in the place of what they are about."""
+    rates, memory = machine.rates, machine.memory_bytes
+    if options["tflops"] is not None:
+        rates = replace(rates, matmul_tflops=options["tflops"])
+    if options["attention_tflops"] is not None:
+        speed = options["attention_tflops"]
+        rates = replace(rates, attention_tflops=speed, attention_backward_tflops=speed)
+    if options["memory_gbps"] is not None:
+        rates = replace(rates, pass_gbps=dict.fromkeys(PASS_KINDS, options["memory_gbps"]))
+    if options["bus_gbps"] is not None:
+        latency = options["latency_us"] or 0.0
+        fits = [Fit(op, "all", 2, latency, bus_factor(op, 2) / options["bus_gbps"] / 1e3) for op in OPERATIONS]
+        rates = replace(rates, fits=tuple(fits))
+    elif options["latency_us"] is not None:
+        raise UserError("--latency-us goes with --bus-gbps")
+    if options["memory_gib"] is not None:
+        memory = options["memory_gib"] * 2**30
+    return Machine(rates, memory, machine.source)
+
+
+def _from_file(path: str) -> Machine:
+    try:
+        meta = json.loads(Path(path).read_text())["meta"]
+        rates, memory = Rates.from_dict(meta["rates"]), float(meta["memory_bytes"])
+        return Machine(rates, memory, f"{path}: {meta['gpus']} x {meta['card']}, {meta['dtype']}")
+    except OSError as error:
+        raise UserError(f"--from {path}: {error.strerror}") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(
+            f"--from {path} is not what a whole run of tpfused bench comm --json writes: "
+            f"{type(error).__name__}: {error}"
+        ) from error

@@ -1,0 +1,73 @@
+"""The kinds of work that a step is made of. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+# Passes over memory, by what an eager kernel reaches: a contiguous one the bandwidth of a copy; one over halves of
+# rows, pairs or permuted heads less, for it works element by element; one that lays two tensors side by side, element
+# by element, less again.
+PASS_KINDS = ("contiguous", "strided", "paired")
+
+
+@dataclass(frozen=True)
+class Matmul:
+    """One of the three of a linear layer ``y[m, n] = x[m, k] @ w[n, k].T``: "forward" (y), "dgrad" (dx = dy @ w) or
+    "wgrad" (dw = dy.T @ x).
+    """
+
+    kind: str
+    m: int
+    k: int
+    n: int
+
+    @property
+    def flops(self) -> int:
+        return 2 * self.m * self.k * self.n
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Scaled dot-product attention of ``[batch, heads, tokens, head_dim]``, causal, forward or backward."""
+
+    batch: int
+    heads: int
+    tokens: int
+    head_dim: int
+    backward: bool = False
+
+    @property
+    def flops(self) -> int:
+        """Two matmuls over half the scores; five in backward, the scores being computed again (Dao, 2023,
+        "FlashAttention-2", section 4.1).
+        """
+        matmuls = 5 if self.backward else 2
+        return matmuls * self.batch * self.heads * self.tokens**2 * self.head_dim
+
+
+@dataclass(frozen=True)
+class Pass:
+    """Elementwise kernels: the bytes they read and write. `name` says what for."""
+
+    name: str
+    kind: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Collective:
+    """`bytes` as `bus_factor` has them."""
+
+    op: str
+    bytes: float
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A matmul and a collective that do not wait for each other where the operation overlaps them."""
+
+    matmul: Matmul
+    collective: Collective
+
+
+Work = Matmul | Attention | Pass | Collective | Pair
