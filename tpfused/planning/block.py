@@ -8,10 +8,10 @@ autograd does to their gradients. `tests/planning/test_block.py` counts those of
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tpfused.planning.shape import Shape
-from tpfused.planning.work import Attention, Collective, Matmul, Pair, Pass, Work
+from tpfused.planning.work import CONTIGUOUS, JOINED, STRIDED, Attention, Collective, Matmul, Pair, Pass, Work
 
 
 @dataclass(frozen=True)
@@ -90,11 +90,11 @@ def column(k: int, n: int, bias: bool, setting: Setting) -> Both:
     m = setting.rows
     forward, dgrad, wgrad = (Matmul(kind, m, k, n) for kind in ("forward", "dgrad", "wgrad"))
     size = m * k * setting.bytes
-    sums = [Pass("bias", "contiguous", m * n * setting.bytes)] if bias else []
+    sums = [Pass("bias", CONTIGUOUS, m * n * setting.bytes)] if bias else []
     if setting.tp == 1:
         return Both((forward,), (dgrad, wgrad, *sums))
     if not setting.sequence_parallel:
-        copy = Pass("copy", "contiguous", 2 * size)  # the all-reduce is not in place
+        copy = Pass("copy", CONTIGUOUS, 2 * size)  # the all-reduce is not in place
         return Both((forward,), (dgrad, *([] if setting.overlap else [copy]), Pair(wgrad, reduce(size)), *sums))
     gathered_again = Pair(dgrad, gather(size)) if setting.overlap else dgrad
     return Both((Pair(forward, gather(size)),), (gathered_again, Pair(wgrad, scatter(size)), *sums))
@@ -105,12 +105,12 @@ def row(k: int, n: int, bias: bool, setting: Setting) -> Both:
     m = setting.rows
     forward, dgrad, wgrad = (Matmul(kind, m, k, n) for kind in ("forward", "dgrad", "wgrad"))
     size, own = m * n * setting.bytes, setting.own_rows * n * setting.bytes
-    added = [Pass("bias", "contiguous", 2 * own)] if bias else []
-    sums = [Pass("bias", "contiguous", own)] if bias else []
+    added = [Pass("bias", CONTIGUOUS, 2 * own)] if bias else []
+    sums = [Pass("bias", CONTIGUOUS, own)] if bias else []
     if setting.tp == 1:
         return Both((forward, *added), (dgrad, wgrad, *sums))
     if not setting.sequence_parallel:
-        copy = Pass("copy", "contiguous", 2 * size)
+        copy = Pass("copy", CONTIGUOUS, 2 * size)
         return Both((Pair(forward, reduce(size)), *([] if setting.overlap else [copy]), *added), (dgrad, wgrad, *sums))
     shared = [reduce(n * setting.bytes)] if bias else []
     return Both((Pair(forward, scatter(size)), *added), (Pair(dgrad, gather(size)), wgrad, *sums, *shared))
@@ -123,12 +123,12 @@ def norm(shape: Shape, setting: Setting) -> Both:
     size = setting.own_rows * shape.hidden * setting.bytes
     parts = shape.norm_parameters // shape.hidden
     shared = [reduce(shape.hidden * setting.bytes)] * parts if setting.sequence_parallel and setting.tp > 1 else []
-    return Both((Pass("norm", "contiguous", 2 * size),), (Pass("norm", "contiguous", 5 * size), *shared))
+    return Both((Pass("norm", CONTIGUOUS, 2 * size),), (Pass("norm", CONTIGUOUS, 5 * size), *shared))
 
 
 def residual(shape: Shape, setting: Setting) -> Both:
     """A sum, and the sum of the two branches' gradients."""
-    added = Pass("residual", "contiguous", 3 * setting.own_rows * shape.hidden * setting.bytes)
+    added = Pass("residual", CONTIGUOUS, 3 * setting.own_rows * shape.hidden * setting.bytes)
     return Both((added,), (added,))
 
 
@@ -138,7 +138,7 @@ def shared_heads(shape: Shape, setting: Setting) -> Both:
     """
     if setting.tp <= shape.kv_heads:
         return Both((), ())
-    joined = Pass("joined", "contiguous", 2 * shape.local(setting.tp).qkv * shape.hidden * setting.bytes)
+    joined = Pass("joined", CONTIGUOUS, 2 * shape.local(setting.tp).qkv * shape.hidden * setting.bytes)
     return Both((joined,), (reduce(shape.kv_heads * shape.head_dim * shape.hidden * setting.bytes),) * 2)
 
 
@@ -146,51 +146,58 @@ def heads(shape: Shape, setting: Setting) -> Both:
     """From the packed projection to what the output projection reads: unpacking, rotary positions, repeated kv heads
     and attention itself.
     """
-    mine, rows, size = shape.local(setting.tp), setting.rows, setting.bytes
-    q, kv, qkv = rows * mine.q * size, rows * mine.kv * size, rows * mine.qkv * size
-    local_heads = mine.q // shape.head_dim
-    own = Attention(setting.batch, local_heads, setting.tokens, shape.head_dim)
-    # The parts' gradients: each written into zeros as large as the whole (q, k and v), and those added up (twice).
-    unpacked = [Pass("heads", "contiguous", 9 * qkv), Pass("heads", "strided", 2 * qkv)]
+    mine, size = shape.local(setting.tp), setting.bytes
+    q, kv = setting.rows * mine.q, setting.rows * mine.kv  # numbers
+    own = Attention(setting.batch, mine.q // shape.head_dim, setting.tokens, shape.head_dim)
     forward: list[Work] = [own]
-    backward: list[Work] = [Attention(own.batch, own.heads, own.tokens, own.head_dim, backward=True), *unpacked]
+    # The gradients of q, k and v: each written into zeros as large as all, and those added up (twice).
+    backward: list[Work] = [replace(own, backward=True)]
+    backward += [Pass("heads", CONTIGUOUS, 9 * size * (q + 2 * kv)), _copy("heads", q + 2 * kv, size)]
+    if setting.batch > 1:  # that gradient has sequences first, and the projection tokens first
+        backward.append(_copy("heads", q + 2 * kv, size))
     if shape.heads > shape.kv_heads:
-        # The queries of each kv head side by side: a copy. k and v repeated: read once, written for every query head,
-        # and their gradients summed.
-        forward += [Pass("heads", "strided", 2 * q), Pass("heads", "strided", 2 * (kv + q))]
-        backward += [Pass("heads", "strided", 2 * (kv + q))]
+        # The queries of each kv head, side by side; k and v, read once and written for every query head, and the sums
+        # of these heads' gradients.
+        forward += [_copy("heads", q, size), Pass("heads", STRIDED, 2 * size * (q + kv), 2 * q)]
+        backward += [Pass("heads", CONTIGUOUS, 2 * size * (q + kv))]
     if shape.rotary:
-        # In fp32, on halves of heads: four products, in backward a sign, and the halves joined; two sums; two casts.
-        values = rows * (mine.q + mine.kv)
-        even = Pass("rotary", "contiguous", (12 + (2 * (size + 4) if size < 4 else 0)) * values)
-        forward += [even, Pass("rotary", "strided", 24 * values)]
-        backward += [even, Pass("rotary", "strided", 28 * values)]
-    # Attention's output, heads side by side for the output projection: a copy where its back end left them apart.
-    forward += [Pass("heads", "strided", 2 * q)] if shape.rotary else []
+        # In fp32, on halves of heads: four products, in backward a sign, two sums, the halves joined, two casts.
+        values = q + kv
+        sums = Pass("rotary", CONTIGUOUS, (12 + (2 * (size + 4) if size < 4 else 0)) * values)
+        joined = Pass("rotary", JOINED, 8 * values, values)
+        forward += [sums, joined, Pass("rotary", STRIDED, 16 * values, 2 * values)]
+        backward += [sums, joined, Pass("rotary", STRIDED, 20 * values, 2.5 * values)]
+        forward.append(_copy("heads", q, size))  # attention's output, whose heads are not side by side then
     return Both(tuple(forward), tuple(backward))
+
+
+def _copy(name: str, numbers: float, size: int) -> Pass:
+    """Numbers from or to where they are not side by side."""
+    return Pass(name, STRIDED, 2 * size * numbers, numbers)
 
 
 def activation(shape: Shape, setting: Setting) -> Both:
     """GELU: x read, y written; backward dy and x read, dx written. SwiGLU on alternating gates and ups, each read with
     the other's memory: silu, product; backward two products, silu's derivative, the two gradients laid side by side.
     """
-    size = setting.rows * shape.local(setting.tp).ffn * setting.bytes
+    numbers = setting.rows * shape.local(setting.tp).ffn
+    size = numbers * setting.bytes
     if not shape.gated:
-        return Both((Pass("activation", "contiguous", 2 * size),), (Pass("activation", "contiguous", 3 * size),))
+        return Both((Pass("activation", CONTIGUOUS, 2 * size),), (Pass("activation", CONTIGUOUS, 3 * size),))
     backward = (
-        Pass("activation", "contiguous", 3 * size),
-        Pass("activation", "strided", 8 * size),
-        Pass("activation", "paired", 4 * size),
+        Pass("activation", CONTIGUOUS, 3 * size),
+        Pass("activation", STRIDED, 8 * size, 2 * numbers),
+        Pass("activation", JOINED, 4 * size, 2 * numbers),
     )
-    return Both((Pass("activation", "strided", 7 * size),), backward)
+    return Both((Pass("activation", STRIDED, 7 * size, 2 * numbers),), backward)
 
 
 def embedding(shape: Shape, setting: Setting) -> Both:
     """Rows looked up and masked, then reduced; backward zeros a gradient as large as the table and adds to it."""
     size, own = (rows * shape.hidden * setting.bytes for rows in (setting.rows, setting.own_rows))
     table = shape.embedding_parameters(setting.tp) * setting.bytes
-    looked_up = Pass("embedding", "contiguous", 4 * size + (0 if shape.rotary else 3 * own))
-    gradient = Pass("embedding", "contiguous", table + 3 * size)
+    looked_up = Pass("embedding", CONTIGUOUS, 4 * size + (0 if shape.rotary else 3 * own))
+    gradient = Pass("embedding", CONTIGUOUS, table + 3 * size)
     if setting.tp == 1:
         return Both((looked_up,), (gradient,))
     if not setting.sequence_parallel:
@@ -205,7 +212,7 @@ def head(shape: Shape, setting: Setting) -> Both:
     vocab = shape.local(setting.tp).vocab
     logits = setting.rows * vocab * setting.bytes
     exchanged = [] if setting.tp == 1 else [gather(12 * setting.rows * setting.tp)]
-    loss = Both((Pass("loss", "contiguous", logits), *exchanged), (Pass("loss", "contiguous", 2 * logits),))
+    loss = Both((Pass("loss", CONTIGUOUS, logits), *exchanged), (Pass("loss", CONTIGUOUS, 2 * logits),))
     return norm(shape, setting) + column(shape.hidden, vocab, shape.bias and not shape.tied, setting) + loss
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
@@ -11,6 +12,7 @@ import torch
 from tpfused.bench.comm import worker as comm
 from tpfused.bench.comm.cases import CPU_MOST, QUICK, SIZES, Case, blocks
 from tpfused.bench.comm.job import find_device, fits_of
+from tpfused.bench.comm.rates import pass_rates
 from tpfused.bench.console import make_console
 from tpfused.bench.options import run_on_ranks, settings
 from tpfused.bench.results import write_json
@@ -131,9 +133,12 @@ def _measured(options: Mapping[str, Any], console, device: str, gpus: int, found
 
 
 def _tell(rates: Rates) -> str:
-    speeds = ", ".join(f"{kind} {gbps:,.0f}" for kind, gbps in rates.pass_gbps.items())
-    attention = f"{rates.attention_tflops:,.1f} and {rates.attention_backward_tflops:,.1f}"
-    return f"matmul {rates.matmul_tflops:,.1f} TFLOP/s, attention {attention}, passes {speeds} GB/s"
+    passes = " and ".join(f"{rate:,.1f} ({kind})" for kind, rate in rates.pass_rates.items())
+    attention = f"{rates.attention_tflops:,.1f} and {rates.attention_backward_tflops:,.1f} (backward)"
+    return (
+        f"matmul {rates.matmul_tflops:,.1f} TFLOP/s, attention {attention}, memory {rates.memory_gbps:,.0f} GB/s, "
+        f"passes {passes} billion elements a second"
+    )
 
 
 def _say_extrapolated(console, rates: Rates, chosen: list[Layout]) -> None:
@@ -207,8 +212,8 @@ def _check(options: Mapping[str, Any], shape: Shape, device: str, found: int) ->
 
 def _predicted(shape: Shape, setting: Setting, us: Mapping[Any, float], fits: list[Fit]) -> Time:
     """A block's time, from those of its parts."""
-    gbps = {part.kind: part.bytes / time / 1e3 for part, time in us.items() if isinstance(part, Pass)}
     measured = {part: time for part, time in us.items() if not isinstance(part, Pass) and part != BLOCKS}
-    rates = Rates(1.0, 1.0, 1.0, gbps, tuple(fits), measured)  # all matmuls and attentions are measured ones
+    # Of the matmuls and of attention all are measured: there is no need of a rate.
+    rates = Rates(math.inf, math.inf, math.inf, **pass_rates(us), fits=tuple(fits), measured=measured)
     forward, backward = forward_and_backward(block(shape, setting), rates, setting.tp, setting.overlap)
     return forward + backward

@@ -15,8 +15,9 @@ from tpfused.planning.communication import OPERATIONS, Fit, bus_factor
 from tpfused.planning.layouts import Step
 from tpfused.planning.rates import Rates
 from tpfused.planning.shape import BYTES, PRESETS, SEQUENCE, Shape
-from tpfused.planning.work import PASS_KINDS
+from tpfused.planning.work import JOINED, STRIDED
 
+ELEMENT_BYTES = 8  # that a copy moves while a pass does one element that is not beside the last
 GIVEN = ("tflops", "memory_gbps", "memory_gib")  # which together do for a file
 
 
@@ -100,7 +101,7 @@ def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
         if missing:
             return None
         speed, gbps = given["tflops"], given["memory_gbps"]
-        rates = Rates(speed, speed / 2, speed / 2, dict.fromkeys(PASS_KINDS, gbps))
+        rates = Rates(speed, speed / 2, speed / 2, gbps, {})
         machine = Machine(rates, 0.0, "the command line")
     return _overridden(machine, options)
 
@@ -114,7 +115,8 @@ def _overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
         speed = options["attention_tflops"]
         rates = replace(rates, attention_tflops=speed, attention_backward_tflops=speed)
     if options["memory_gbps"] is not None:
-        rates = replace(rates, pass_gbps=dict.fromkeys(PASS_KINDS, options["memory_gbps"]))
+        gbps = options["memory_gbps"]
+        rates = replace(rates, memory_gbps=gbps, pass_rates=dict.fromkeys((STRIDED, JOINED), gbps / ELEMENT_BYTES))
     if options["bus_gbps"] is not None:
         latency = options["latency_us"] or 0.0
         fits = [Fit(op, "all", 2, latency, bus_factor(op, 2) / options["bus_gbps"] / 1e3) for op in OPERATIONS]

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpfused.planning.communication import Fit, nearest
-from tpfused.planning.work import PASS_KINDS, Attention, Collective, Matmul, Pass
+from tpfused.planning.work import CONTIGUOUS, JOINED, STRIDED, Attention, Collective, Matmul, Pass
 
 
 @dataclass(frozen=True)
@@ -16,7 +16,8 @@ class Rates:
 
     Attributes:
         matmul_tflops, attention_tflops, attention_backward_tflops: of large ones.
-        pass_gbps: of `PASS_KINDS`, bytes read and written together.
+        memory_gbps: of contiguous passes, bytes read and written together.
+        pass_rates: of the other kinds of passes, 1e9 elements a second.
         fits: of collectives.
         measured: microseconds of matmuls and attentions whose own shapes were measured; others go by the rates.
     """
@@ -24,7 +25,8 @@ class Rates:
     matmul_tflops: float
     attention_tflops: float
     attention_backward_tflops: float
-    pass_gbps: Mapping[str, float]
+    memory_gbps: float
+    pass_rates: Mapping[str, float]
     fits: tuple[Fit, ...] = ()
     measured: Mapping[Matmul | Attention, float] = field(default_factory=dict)
 
@@ -35,7 +37,8 @@ class Rates:
                 return 0.0
             return nearest(self.fits, work.op, ranks, group).us(work.bytes, ranks)
         if isinstance(work, Pass):
-            return work.bytes / self.pass_gbps[work.kind] / 1e3
+            moving = work.bytes / self.memory_gbps / 1e3
+            return moving if work.kind == CONTIGUOUS else max(moving, work.elements / self.pass_rates[work.kind] / 1e3)
         if work in self.measured:
             return self.measured[work]
         rate = self.matmul_tflops
@@ -58,13 +61,13 @@ class Rates:
         """
         try:
             fits = tuple(Fit(**each) for each in known["fits"])
-            gbps = {kind: float(known["pass_gbps"][kind]) for kind in PASS_KINDS}
+            passes = {kind: float(known["pass_rates"][kind]) for kind in (STRIDED, JOINED)}
             rates = {name: float(known[name]) for name in NAMES}
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no rates of a machine: {type(error).__name__}: {error}") from error
-        if not all(rate > 0 for rate in [*rates.values(), *gbps.values()]):
-            raise ValueError(f"no rates of a machine: all must be positive, not {rates | gbps}")
-        return cls(**rates, pass_gbps=gbps, fits=fits)
+        if not all(rate > 0 for rate in [*rates.values(), *passes.values()]):
+            raise ValueError(f"no rates of a machine: all must be positive, not {rates | passes}")
+        return cls(**rates, pass_rates=passes, fits=fits)
 
 
-NAMES = ("matmul_tflops", "attention_tflops", "attention_backward_tflops")
+NAMES = ("matmul_tflops", "attention_tflops", "attention_backward_tflops", "memory_gbps")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from tpfused.planning.block import Both
 from tpfused.planning.rates import Rates
-from tpfused.planning.work import Attention, Collective, Pair, Pass, Work
+from tpfused.planning.work import CONTIGUOUS, Attention, Collective, Pair, Pass, Work
 
 
 @dataclass(frozen=True)
@@ -74,4 +74,4 @@ def bubble(pp: int, micro_batches: int) -> float:
 def optimizer_us(parameters: int, size: int, rates: Rates) -> float:
     """AdamW's: gradient, fp32 parameter and two moments read, the last three written, and a 16-bit parameter."""
     moved = size + 3 * 4 + 3 * 4 + (size if size < 4 else 0)
-    return rates.us(Pass("optimizer", "contiguous", moved * parameters))
+    return rates.us(Pass("optimizer", CONTIGUOUS, moved * parameters))

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-# Passes over memory, by what an eager kernel reaches: a contiguous one the bandwidth of a copy; one over halves of
-# rows, pairs or permuted heads less, for it works element by element; one that lays two tensors side by side, element
-# by element, less again.
-PASS_KINDS = ("contiguous", "strided", "paired")
+# How a pass goes over memory. An eager kernel over contiguous tensors is as fast as a copy of as many bytes. One over
+# halves of rows, pairs or permuted heads, and one that joins tensors, work element by element: it is their elements
+# that take the time, unless their bytes take more.
+CONTIGUOUS, STRIDED, JOINED = PASS_KINDS = ("contiguous", "strided", "joined")
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,14 @@ class Attention:
 
 @dataclass(frozen=True)
 class Pass:
-    """Elementwise kernels: the bytes they read and write. `name` says what for."""
+    """Elementwise kernels: the bytes they read and write and, of those that are not contiguous, the elements they go
+    over. `name` says what for.
+    """
 
     name: str
     kind: str
     bytes: float
+    elements: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from statistics import median
 from typing import Any
@@ -11,11 +11,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from torch import Tensor
 
 from tpfused.bench.measure import Timed
 from tpfused.bench.sampling import interleave
-from tpfused.planning.work import Attention, Matmul, Pass
+from tpfused.planning.work import CONTIGUOUS, JOINED, STRIDED, Attention, Matmul, Pass
 
 # On a GPU and, much smaller, on a CPU.
 MATMUL = {"cuda": (8192, 8192, 8192), "cpu": (256, 512, 512)}
@@ -34,9 +33,8 @@ def measure_rates(device: torch.device, dtype: torch.dtype, rounds: int) -> dict
         "matmul_tflops": matmul.flops / us[matmul] / 1e6,
         "attention_tflops": forward,
         "attention_backward_tflops": backward,
-        "pass_gbps": {each.kind: each.bytes / us[each] / 1e3 for each in us if isinstance(each, Pass)},
         "memory_bytes": memory_bytes(device),
-    }
+    } | pass_rates(us)
 
 
 def memory_bytes(device: torch.device) -> int:
@@ -82,17 +80,20 @@ def _attention(work: Attention, device: torch.device, dtype: torch.dtype) -> Cal
 
 
 def pass_calls(rows: tuple[int, int], device: torch.device, dtype: torch.dtype) -> dict[Pass, Callable]:
-    """A pass of each kind over ``rows`` numbers, with the bytes that `block.py` would count for it."""
+    """A pass of each kind over so many numbers: a sum; a product with every second number; a pairing of two."""
     a, b = (torch.randn(rows, device=device, dtype=dtype) for _ in range(2))
-    pairs = torch.randn(*rows, 2, device=device, dtype=dtype)
-    alternating = pairs[..., 1]
-    size = a.numel() * a.element_size()
-
-    def stack() -> Tensor:
-        return torch.stack((a, b), dim=-1)
-
+    alternating = torch.randn(*rows, 2, device=device, dtype=dtype)[..., 1]
+    numbers, size = a.numel(), a.numel() * a.element_size()
     return {
-        Pass("sum", "contiguous", 3 * size): partial(torch.add, a, b),
-        Pass("product", "strided", 4 * size): partial(torch.mul, a, alternating),
-        Pass("stack", "paired", 4 * size): stack,
+        Pass("sum", CONTIGUOUS, 3 * size): partial(torch.add, a, b),
+        Pass("product", STRIDED, 4 * size, numbers): partial(torch.mul, a, alternating),
+        Pass("pairs", JOINED, 4 * size, 2 * numbers): partial(torch.stack, (a, b), dim=-1),
     }
+
+
+def pass_rates(us: Mapping[Any, float]) -> dict[str, Any]:
+    """What `Rates` has of passes, from the times of `pass_calls`."""
+    passes = {work.kind: (work, time) for work, time in us.items() if isinstance(work, Pass)}
+    work, time = passes.pop(CONTIGUOUS)
+    rates = {kind: other.elements / taken / 1e3 for kind, (other, taken) in passes.items()}
+    return {"memory_gbps": work.bytes / time / 1e3, "pass_rates": rates}
