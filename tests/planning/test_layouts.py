@@ -28,7 +28,7 @@ def test_rates():
     assert RATES.us(Pass("x", STRIDED, 1e6, 1e5)) == 10.0 and RATES.us(Pass("x", STRIDED, 1e6, 1e6)) == 100.0
     assert RATES.us(Pass("x", JOINED, 1e6, 1e5)) == 20.0
     assert RATES.us(Collective("all_reduce", 1000), 2) == 11.0 and RATES.us(Collective("all_reduce", 1000), 1) == 0
-    assert Rates.from_dict(RATES.as_dict() | {"fits": [vars(each) for each in FITS]}) == RATES
+    assert Rates.from_dict(RATES.as_dict()) == RATES
 
 
 @pytest.mark.parametrize("broken", [{"fits": 3}, {"matmul_tflops": "x"}, {"memory_gbps": 0}, {"pass_rates": {}}])

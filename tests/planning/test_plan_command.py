@@ -2,6 +2,7 @@
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -117,8 +118,17 @@ def comm_file(tmp_path):
 def test_a_plan_from_a_file(comm_file, capsys):
     assert plan("--model", "llama3-8b", "--gpus", "2", "--from", comm_file, "--memory-gib", "192") == 0
     out = capsys.readouterr().out
-    assert f"192 GiB; from {comm_file}: 2 x Some GPU, bf16" in out and "matmul 600.0 TFLOP/s" in out
+    assert f"192 GiB; from {comm_file}: 2 x Some GPU, bf16" in out and "matmul 600 TFLOP/s" in out
     assert "were not measured" not in out
+
+
+def test_a_file_without_what_is_needed(comm_file, capsys):
+    found = json.loads(Path(comm_file).read_text())
+    del found["meta"]["rates"]["fits"][1:3]
+    Path(comm_file).write_text(json.dumps(found))
+    assert plan("--model", "gpt2", "--gpus", "2", "--from", comm_file) == 2
+    assert "says nothing of all_gather, reduce_scatter" in capsys.readouterr().err
+    assert plan("--model", "gpt2", "--gpus", "1", "--from", comm_file) == 0
 
 
 def test_a_short_run(tmp_path, capsys):
@@ -144,6 +154,7 @@ def test_blocks_are_run(tmp_path, capsys):
         parts = row["parts_us"]
         assert row["measured_us"] > 0 and row["overlapped"] is False and parts["hidden"] == 0
         assert all(parts[name] > 0 for name in ("matmul", "attention", "elementwise"))
+        assert len(row["alone_us"]) == 12 + 2 + 3 and all(us > 0 for us in row["alone_us"].values())
         assert (parts["communication"] > 0) is (row["tp"] == 2)
         assert row["predicted_us"] == pytest.approx(sum(parts.values()), rel=1e-3)
         assert row["error"] == pytest.approx(row["predicted_us"] / row["measured_us"] - 1, abs=1e-3)

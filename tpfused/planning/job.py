@@ -20,18 +20,17 @@ from tpfused.cli.errors import UserError
 from tpfused.planning.block import Setting, block
 from tpfused.planning.communication import Fit
 from tpfused.planning.layouts import Layout, Plan, Step, layouts, predict
-from tpfused.planning.options import Machine, check_options, machine_of, shape_of, step_of
+from tpfused.planning.options import USED, Machine, check_options, machine_of, shape_of, step_of
 from tpfused.planning.rates import Rates
 from tpfused.planning.report import checked_row, show_checked, show_plans
 from tpfused.planning.shape import Shape
 from tpfused.planning.time import Time, forward_and_backward
 from tpfused.planning.work import Pass
 from tpfused.planning.worker import BLOCKS, check
-from tpfused.provenance import measured_on
+from tpfused.provenance import commit, measured_on
 from tpfused.training.launch import torchrun_worker
 
 ROUNDS = 11
-USED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # by the layers, and from stage to stage
 
 
 def execute(options: Mapping[str, Any]) -> int:
@@ -54,7 +53,7 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
     if not chosen:
         asked = "".join(f", --{name} {options[name]}" for name in ("tp", "dp", "pp") if options[name])
         raise UserError(
-            f"no layout of {gpus} GPUs{asked}: tp must divide {shape.heads} heads, pp be at most {shape.layers} "
+            f"no layout of {_counted(gpus)}{asked}: tp must divide {shape.heads} heads, pp be at most {shape.layers} "
             f"layers, and the batch of {step.batch} be whole micro-batches of {step.micro_batch} on each dp rank"
         )
     console = make_console()
@@ -67,18 +66,22 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
         (_best(shape, step, layout, machine, options["checkpoint_activations"]) for layout in chosen),
         key=lambda found: (not found[2], found[0].step_us),
     )
-    told = f"{options['model'] or 'a model'} of {shape.parameters() / 1e9:,.2f} B parameters on {gpus} GPUs"
+    told = f"{options['model'] or 'a model'} of {shape.parameters() / 1e9:,.2f} B parameters on {_counted(gpus)}"
     together = f"{step.batch} sequences of {step.tokens} tokens a step, {options['dtype']}"
     show_plans(console, f"{told}, {together}", plans, step.batch * step.tokens, gpus)
     console.say(f"rates: {_tell(machine.rates)}; {machine.memory_bytes / 2**30:,.0f} GiB; from {machine.source}")
     _say_extrapolated(console, machine.rates, chosen)
     if options["json"]:
         rows = [plan.as_dict() | {"checkpointed": again, "fits": fits} for plan, again, fits in plans]
-        about = {"gpus": gpus, "source": machine.source, "memory_bytes": machine.memory_bytes}
+        about = {"gpus": gpus, "commit": commit(), "source": machine.source, "memory_bytes": machine.memory_bytes}
         about |= {"rates": machine.rates.as_dict(), "shape": asdict(shape), "step": asdict(step)}
         write_json(options["json"], about, rows)
         console.say(f"wrote {options['json']}")
     return 0
+
+
+def _counted(gpus: int) -> str:
+    return f"{gpus} GPU{'s' * (gpus > 1)}"
 
 
 def _wanted(layout: Layout, options: Mapping[str, Any]) -> bool:
@@ -102,7 +105,7 @@ def _best(
 def _measured(options: Mapping[str, Any], console, device: str, gpus: int, found: int) -> Machine | int:
     """What a short run finds; or its exit code, if it fails."""
     if device == "cuda" and gpus > found:
-        raise UserError(f"{gpus} GPUs cannot be measured here, where torch finds {found}: give --from FILE")
+        raise UserError(f"{_counted(gpus)} cannot be measured here, where torch finds {found}: give --from FILE")
     degrees = [degree for degree in range(2, gpus + 1) if gpus % degree == 0]
     sizes = [size for size in QUICK if device == "cuda" or size <= CPU_MOST]
     argument = {
@@ -133,10 +136,10 @@ def _measured(options: Mapping[str, Any], console, device: str, gpus: int, found
 
 
 def _tell(rates: Rates) -> str:
-    passes = " and ".join(f"{rate:,.1f} ({kind})" for kind, rate in rates.pass_rates.items())
-    attention = f"{rates.attention_tflops:,.1f} and {rates.attention_backward_tflops:,.1f} (backward)"
+    passes = " and ".join(f"{rate:,.3g} ({kind})" for kind, rate in rates.pass_rates.items())
+    attention = f"{rates.attention_tflops:,.3g} and {rates.attention_backward_tflops:,.3g} (backward)"
     return (
-        f"matmul {rates.matmul_tflops:,.1f} TFLOP/s, attention {attention}, memory {rates.memory_gbps:,.0f} GB/s, "
+        f"matmul {rates.matmul_tflops:,.3g} TFLOP/s, attention {attention}, memory {rates.memory_gbps:,.0f} GB/s, "
         f"passes {passes} billion elements a second"
     )
 
@@ -191,7 +194,8 @@ def _check(options: Mapping[str, Any], shape: Shape, device: str, found: int) ->
         else:
             setting, us, overlapped = payload
             predicted = _predicted(shape, replace(setting, overlap=overlapped), us, fits) * layers
-            rows.append(checked_row(setting.tp, predicted, us[BLOCKS], overlapped))
+            alone = {part.label: round(time, 2) for part, time in us.items() if part != BLOCKS}
+            rows.append(checked_row(setting.tp, predicted, us[BLOCKS], overlapped) | {"alone_us": alone})
 
     code = run_on_ranks("plan", check, argument, None, world, on_event)
     tolerance = options["tolerance"]

@@ -18,6 +18,7 @@ from tpfused.planning.shape import BYTES, PRESETS, SEQUENCE, Shape
 from tpfused.planning.work import JOINED, STRIDED
 
 ELEMENT_BYTES = 8  # that a copy moves while a pass does one element that is not beside the last
+USED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # by the layers, and from stage to stage
 GIVEN = ("tflops", "memory_gbps", "memory_gib")  # which together do for a file
 
 
@@ -103,7 +104,11 @@ def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
         speed, gbps = given["tflops"], given["memory_gbps"]
         rates = Rates(speed, speed / 2, speed / 2, gbps, {})
         machine = Machine(rates, 0.0, "the command line")
-    return _overridden(machine, options)
+    machine = _overridden(machine, options)
+    unknown = [op for op in USED if op not in {each.op for each in machine.rates.fits}]
+    if gpus > 1 and unknown:
+        raise UserError(f"{machine.source} says nothing of {', '.join(unknown)}: two sizes of each must be measured")
+    return machine
 
 
 def _overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:

@@ -48,9 +48,8 @@ class Rates:
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; without `measured`."""
-        known = asdict(self)
-        del known["measured"]
-        return known
+        known = {name: getattr(self, name) for name in NAMES} | {"pass_rates": dict(self.pass_rates)}
+        return known | {"fits": [asdict(each) for each in self.fits]}
 
     @classmethod
     def from_dict(cls, known: Mapping[str, Any]) -> Rates:

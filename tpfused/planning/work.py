@@ -22,6 +22,10 @@ class Matmul:
     n: int
 
     @property
+    def label(self) -> str:
+        return f"matmul {self.kind} M{self.m} K{self.k} N{self.n}"
+
+    @property
     def flops(self) -> int:
         return 2 * self.m * self.k * self.n
 
@@ -35,6 +39,11 @@ class Attention:
     tokens: int
     head_dim: int
     backward: bool = False
+
+    @property
+    def label(self) -> str:
+        shape = f"[{self.batch}, {self.heads}, {self.tokens}, {self.head_dim}]"
+        return f"attention {'backward' if self.backward else 'forward'} {shape}"
 
     @property
     def flops(self) -> int:
@@ -55,6 +64,10 @@ class Pass:
     kind: str
     bytes: float
     elements: float = 0.0
+
+    @property
+    def label(self) -> str:
+        return f"{self.name}, {self.kind}"
 
 
 @dataclass(frozen=True)

@@ -114,9 +114,11 @@ def put_beside(fits: Sequence[Fit], rows: Sequence[Row]) -> None:
 def tell(model: Fit) -> str:
     """A fit in a line."""
     where = f"{model.op}, {model.group}, {model.ranks} ranks"
-    speed = f"{1 / model.us_per_byte / 1e3:,.2f} GB/s" if model.us_per_byte else "any speed"
-    told = f"{where}: {model.alpha_us:,.1f} us + size / {speed} (bus {model.bus_gbps:,.2f})"
-    return f"{told}; off by {model.rms_error:.0%} (rms), {model.max_error:.0%} at most, of {model.points} sizes"
+    speed = ""
+    if model.us_per_byte:
+        speed = f" + size / {1 / model.us_per_byte / 1e3:,.2f} GB/s (bus {model.bus_gbps:,.2f})"
+    off = f"off by {model.rms_error:.0%} (rms), {model.max_error:.0%} at most, of {model.points} sizes"
+    return f"{where}: {model.alpha_us:,.1f} us{speed}; {off}"
 
 
 def _measure(argument: dict[str, Any], ranks: Grid, worker: Worker | None, options: Mapping[str, Any]) -> int:
