@@ -82,7 +82,9 @@ def test_a_plan_from_numbers(tmp_path, capsys):
         assert row["fits"] == (row["memory_bytes"]["total"] <= 0.9 * 80 * 2**30)
         assert row["checkpointed"] or row["fits"]
     lines = [line for line in out.splitlines() if re.match(r" \d", line)]
-    assert len(lines) == 10 and "does not fit" in lines[-1] and "yes" in lines[-1]
+    assert len(lines) == 2 * 10 and max(map(len, lines)) < 100
+    assert lines[9].endswith("yes        does not fit") and "does not fit" not in lines[0]
+    assert lines[10].split()[:3] == lines[0].split()[:3]
 
 
 def test_options_change_a_plan(tmp_path):
@@ -129,6 +131,8 @@ def test_a_file_without_what_is_needed(comm_file, capsys):
     assert plan("--model", "gpt2", "--gpus", "2", "--from", comm_file) == 2
     assert "says nothing of all_gather, reduce_scatter" in capsys.readouterr().err
     assert plan("--model", "gpt2", "--gpus", "1", "--from", comm_file) == 0
+    assert plan("--model", "gpt2", "--gpus", "1", "--dtype", "fp16", "--from", comm_file) == 2
+    assert "was measured in bf16, and --dtype is fp16" in capsys.readouterr().err
 
 
 def test_a_short_run(tmp_path, capsys):

@@ -27,19 +27,19 @@ examples:
                                            a model of your own
   tpfused plan --check --model llama3-8b   is it right? Runs a block, too
 
-What a line says:
-  recompute   blocks are computed again in backward (activation checkpointing):
-              where it does not fit otherwise, or --checkpoint-activations
+What the columns say:
   step ms     micro-batches, one after the other, and the pipeline's bubble; then
               data-parallel communication that backward does not hide, and AdamW
   exposed ms  communication in it that nothing hides. Of a matmul and the
               collective that overlaps it, the longer counts; --no-overlap adds
               both, as torch's own operations do one after the other
   bubble      (pp - 1) / micro-batches, the time a pipeline idles
-  memory GiB  weights, gradients, AdamW's state and activations, of the GPU with
+  GiB         weights, gradients, AdamW's state and activations, of the GPU with
               most. What needs more than 90 % of a GPU's memory does not fit
-  tp, dp, pp GiB
-              what a GPU sends in a step
+  recompute   blocks are computed again in backward (activation checkpointing):
+              where it does not fit otherwise, or --checkpoint-activations
+  tp sent, dp sent, pp sent
+              what a GPU sends in a step, for each kind of parallelism
 Formulas and their sources: the docstrings of tpfused/planning.
 
 Not counted: the time of the host (small models wait for it), input, and what

@@ -92,7 +92,7 @@ def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
     Raises:
         UserError: a file that cannot be read, or is not of `tpfused bench comm`.
     """
-    machine = _from_file(options["from"]) if options["from"] else None
+    machine = _from_file(options["from"], options["dtype"]) if options["from"] else None
     given = {name: options[name] for name in GIVEN if options[name] is not None}
     if machine is None:
         missing = [name for name in GIVEN if name not in given]
@@ -133,11 +133,11 @@ def _overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
     return Machine(rates, memory, machine.source)
 
 
-def _from_file(path: str) -> Machine:
+def _from_file(path: str, dtype: str) -> Machine:
     try:
         meta = json.loads(Path(path).read_text())["meta"]
         rates, memory = Rates.from_dict(meta["rates"]), float(meta["memory_bytes"])
-        return Machine(rates, memory, f"{path}: {meta['gpus']} x {meta['card']}, {meta['dtype']}")
+        measured, source = meta["dtype"], f"{path}: {meta['gpus']} x {meta['card']}, {meta['dtype']}"
     except OSError as error:
         raise UserError(f"--from {path}: {error.strerror}") from error
     except (ValueError, KeyError, TypeError) as error:
@@ -145,3 +145,6 @@ def _from_file(path: str) -> Machine:
             f"--from {path} is not what a whole run of tpfused bench comm --json writes: "
             f"{type(error).__name__}: {error}"
         ) from error
+    if measured != dtype:
+        raise UserError(f"--from {path} was measured in {measured}, and --dtype is {dtype}")
+    return Machine(rates, memory, source)

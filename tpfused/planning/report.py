@@ -6,14 +6,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tpfused.planning.layouts import Plan
-from tpfused.planning.memory import Memory
 from tpfused.planning.time import Time
 
 GIB = 2**30
-NAMES = (
-    "tp", "dp", "pp", "recompute", "step ms", "tokens/s/GPU", "exposed ms", "bubble", "memory GiB", "weights",
-    "gradients", "AdamW", "activations", "tp GiB", "dp GiB", "pp GiB", "",
-)  # fmt: skip
+DEGREES = ("tp", "dp", "pp")
+TIMES = (*DEGREES, "step ms", "tokens/s/GPU", "exposed ms", "bubble", "GiB", "recompute", "")
+# Two tables, for one would be wider than most terminals.
+PARTS = (*DEGREES, "weights", "gradients", "AdamW", "activations", "tp sent", "dp sent", "pp sent")
 CHECKED = (
     "tp", "predicted ms", "measured ms", "error", "matmul", "attention", "elementwise", "collectives", "hidden", "ran",
 )  # fmt: skip
@@ -22,27 +21,35 @@ WORDS = {"recompute", "", "ran"}
 
 def show_plans(console, title: str, plans: Sequence[tuple[Plan, bool, bool]], tokens: int, gpus: int) -> None:
     """`plans`: each with whether its blocks are computed again, and whether it fits; `tokens` of a step."""
-    lines = [(_line(plan, again, fits, tokens / gpus), None if fits else "dim") for plan, again, fits in plans]
-    console.grid(title, NAMES, [lines], set(NAMES) - WORDS)
+    styles = [None if fits else "dim" for _, _, fits in plans]
+    times = [_times(plan, again, fits, tokens / gpus) for plan, again, fits in plans]
+    console.grid(title, TIMES, [list(zip(times, styles, strict=True))], set(TIMES) - WORDS)
+    parts = [_parts(plan) for plan, *_ in plans]
+    console.grid("GiB a GPU, held and sent in a step", PARTS, [list(zip(parts, styles, strict=True))], set(PARTS))
 
 
-def _line(plan: Plan, again: bool, fits: bool, tokens: float) -> list[str]:
-    layout, memory = plan.layout, plan.memory
+def _times(plan: Plan, again: bool, fits: bool, tokens: float) -> list[str]:
     return [
-        *(str(degree) for degree in (layout.tp, layout.dp, layout.pp)),
-        "yes" if again else "",
+        *_degrees(plan),
         f"{plan.step_us / 1e3:,.1f}",
         f"{tokens / plan.step_us * 1e6:,.0f}",
         f"{plan.exposed_us / 1e3:,.1f}",
         f"{plan.bubble:.0%}" if plan.bubble else "",
-        *(f"{held / GIB:,.1f}" for held in (memory.total, *_parts(memory))),
-        *(f"{plan.sent[kind] / GIB:,.2f}" if plan.sent[kind] else "" for kind in ("tp", "dp", "pp")),
+        f"{plan.memory.total / GIB:,.1f}",
+        "yes" if again else "",
         "" if fits else "does not fit",
     ]
 
 
-def _parts(memory: Memory) -> tuple[float, ...]:
-    return memory.parameters, memory.gradients, memory.optimizer, memory.activations
+def _parts(plan: Plan) -> list[str]:
+    memory = plan.memory
+    held = (memory.parameters, memory.gradients, memory.optimizer, memory.activations)
+    sent = (f"{plan.sent[kind] / GIB:,.2f}" if plan.sent[kind] else "" for kind in DEGREES)
+    return [*_degrees(plan), *(f"{each / GIB:,.1f}" for each in held), *sent]
+
+
+def _degrees(plan: Plan) -> list[str]:
+    return [str(getattr(plan.layout, name)) for name in DEGREES]
 
 
 def checked_row(tp: int, predicted: Time, measured_us: float, overlapped: bool) -> dict[str, Any]:
