@@ -80,9 +80,14 @@ def test_a_plan_from_numbers(tmp_path, capsys):
     assert steps == sorted(steps)
     for row in rows:
         assert row["fits"] == (row["memory_bytes"]["total"] <= 0.9 * 80 * 2**30)
-        assert row["checkpointed"] or row["fits"]
+        assert row["recomputed"] or row["fits"]
+        held = row["activation_bytes"]
+        kept, again = (held[f"{what}, SP"] for what in ("kept", "recomputed"))
+        assert row["memory_bytes"]["activations"] == (again if row["recomputed"] else kept) and again < kept
+        whole = held["kept"]
+        assert kept < whole if row["tp"] > 1 else kept == whole
     lines = [line for line in out.splitlines() if re.match(r" \d", line)]
-    assert len(lines) == 2 * 10 and max(map(len, lines)) < 100
+    assert len(lines) == 3 * 10 and max(map(len, lines)) < 100
     assert lines[9].endswith("yes        does not fit") and "does not fit" not in lines[0]
     assert lines[10].split()[:3] == lines[0].split()[:3]
 

@@ -1,5 +1,7 @@
 """Parameters, counted by hand, by their publishers, and by building the model."""
 
+import subprocess
+import sys
 from dataclasses import replace
 
 import pytest
@@ -73,3 +75,8 @@ def test_what_splits_can_be_built(heads, kv_heads, ffn):
 def test_refuses(wrong, told):
     with pytest.raises(ValueError, match=told):
         replace(LLAMA, **wrong)
+
+
+def test_the_arithmetic_needs_no_torch():
+    code = "import sys, tpfused.planning.layouts; assert 'torch' not in sys.modules"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -40,6 +40,9 @@ What the columns say:
               where it does not fit otherwise, or --checkpoint-activations
   tp sent, dp sent, pp sent
               what a GPU sends in a step, for each kind of parallelism
+  kept, recomputed
+              activations without and with recomputation of the blocks; SP: under
+              sequence parallelism
 Formulas and their sources: the docstrings of tpfused/planning.
 
 Not counted: the time of the host (small models wait for it), input, and what

@@ -22,7 +22,7 @@ from tpfused.planning.communication import Fit
 from tpfused.planning.layouts import Layout, Plan, Step, layouts, predict
 from tpfused.planning.options import USED, Machine, check_options, machine_of, shape_of, step_of
 from tpfused.planning.rates import Rates
-from tpfused.planning.report import checked_row, show_checked, show_plans
+from tpfused.planning.report import Entry, checked_row, show_checked, show_plans
 from tpfused.planning.shape import Shape
 from tpfused.planning.time import Time, forward_and_backward
 from tpfused.planning.work import Pass
@@ -62,20 +62,19 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
         machine = _measured(options, console, device, gpus, found)
         if isinstance(machine, int):
             return machine
-    plans = sorted(
-        (_best(shape, step, layout, machine, options["checkpoint_activations"]) for layout in chosen),
-        key=lambda found: (not found[2], found[0].step_us),
+    entries = sorted(
+        (_entry(shape, step, layout, machine, options["checkpoint_activations"]) for layout in chosen),
+        key=lambda entry: (not entry.fits, entry.plan.step_us),
     )
     told = f"{options['model'] or 'a model'} of {shape.parameters() / 1e9:,.2f} B parameters on {_counted(gpus)}"
     together = f"{step.batch} sequences of {step.tokens} tokens a step, {options['dtype']}"
-    show_plans(console, f"{told}, {together}", plans, step.batch * step.tokens, gpus)
+    show_plans(console, f"{told}, {together}", entries, step.batch * step.tokens, gpus)
     console.say(f"rates: {_tell(machine.rates)}; {machine.memory_bytes / 2**30:,.0f} GiB; from {machine.source}")
     _say_extrapolated(console, machine.rates, chosen)
     if options["json"]:
-        rows = [plan.as_dict() | {"checkpointed": again, "fits": fits} for plan, again, fits in plans]
         about = {"gpus": gpus, "commit": commit(), "source": machine.source, "memory_bytes": machine.memory_bytes}
         about |= {"rates": machine.rates.as_dict(), "shape": asdict(shape), "step": asdict(step)}
-        write_json(options["json"], about, rows)
+        write_json(options["json"], about, [entry.as_dict() for entry in entries])
         console.say(f"wrote {options['json']}")
     return 0
 
@@ -88,18 +87,25 @@ def _wanted(layout: Layout, options: Mapping[str, Any]) -> bool:
     return all(options[name] in (None, getattr(layout, name)) for name in ("tp", "dp", "pp"))
 
 
-def _best(
-    shape: Shape, step: Step, layout: Layout, machine: Machine, checkpointed: bool | None
-) -> tuple[Plan, bool, bool]:
-    """The layout as it is or, where only that fits or it was asked for, with blocks computed again: with whether it is
-    so, and whether it fits.
-    """
-    for again in (False, True) if checkpointed is None else (checkpointed,):
-        plan = predict(shape, replace(step, checkpointed=again), layout, machine.rates)
+def _entry(shape: Shape, step: Step, layout: Layout, machine: Machine, recomputed: bool | None) -> Entry:
+    """The layout as it is or, where only that fits or it was asked for, with blocks computed again."""
+
+    def plan_of(again: bool, sequence_parallel: bool = step.sequence_parallel) -> Plan:
+        return predict(
+            shape, replace(step, checkpointed=again, sequence_parallel=sequence_parallel), layout, machine.rates
+        )
+
+    for again in (False, True) if recomputed is None else (recomputed,):
+        plan = plan_of(again)
         fits = plan.memory.fits(machine.memory_bytes)
         if fits:
             break
-    return plan, again, fits
+    activations = {
+        f"{what}{how}": plan_of(again, split).memory.activations
+        for what, again in (("kept", False), ("recomputed", True))
+        for how, split in (("", False), (", SP", True))
+    }
+    return Entry(plan, again, fits, activations)
 
 
 def _measured(options: Mapping[str, Any], console, device: str, gpus: int, found: int) -> Machine | int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from tpfused.planning.layouts import Plan
@@ -11,7 +12,7 @@ from tpfused.planning.time import Time
 GIB = 2**30
 DEGREES = ("tp", "dp", "pp")
 TIMES = (*DEGREES, "step ms", "tokens/s/GPU", "exposed ms", "bubble", "GiB", "recompute", "")
-# Two tables, for one would be wider than most terminals.
+# Three tables, for one would be wider than most terminals.
 PARTS = (*DEGREES, "weights", "gradients", "AdamW", "activations", "tp sent", "dp sent", "pp sent")
 CHECKED = (
     "tp", "predicted ms", "measured ms", "error", "matmul", "attention", "elementwise", "collectives", "hidden", "ran",
@@ -19,16 +20,44 @@ CHECKED = (
 WORDS = {"recompute", "", "ran"}
 
 
-def show_plans(console, title: str, plans: Sequence[tuple[Plan, bool, bool]], tokens: int, gpus: int) -> None:
-    """`plans`: each with whether its blocks are computed again, and whether it fits; `tokens` of a step."""
-    styles = [None if fits else "dim" for _, _, fits in plans]
-    times = [_times(plan, again, fits, tokens / gpus) for plan, again, fits in plans]
-    console.grid(title, TIMES, [list(zip(times, styles, strict=True))], set(TIMES) - WORDS)
-    parts = [_parts(plan) for plan, *_ in plans]
-    console.grid("GiB a GPU, held and sent in a step", PARTS, [list(zip(parts, styles, strict=True))], set(PARTS))
+@dataclass(frozen=True)
+class Entry:
+    """A layout as it is shown.
+
+    Attributes:
+        recomputed: its blocks are computed again in backward.
+        fits: into the memory of a GPU.
+        activations: bytes of them with and without sequence parallelism and recomputation, by name.
+    """
+
+    plan: Plan
+    recomputed: bool
+    fits: bool
+    activations: Mapping[str, float]
+
+    def as_dict(self) -> dict[str, Any]:
+        known = {"recomputed": self.recomputed, "fits": self.fits, "activation_bytes": dict(self.activations)}
+        return self.plan.as_dict() | known
 
 
-def _times(plan: Plan, again: bool, fits: bool, tokens: float) -> list[str]:
+def show_plans(console, title: str, entries: Sequence[Entry], tokens: int, gpus: int) -> None:
+    """`tokens` of a step."""
+    names = tuple(entries[0].activations)
+    for heading, columns, lines in (
+        (title, TIMES, [_times(each, tokens / gpus) for each in entries]),
+        ("GiB a GPU, held and sent in a step", PARTS, [_parts(each.plan) for each in entries]),
+        (
+            "GiB of activations a GPU, by what is done about them",
+            (*DEGREES, *names),
+            [_activations(each) for each in entries],
+        ),
+    ):
+        styles = [None if each.fits else "dim" for each in entries]
+        console.grid(heading, columns, [list(zip(lines, styles, strict=True))], set(columns) - WORDS)
+
+
+def _times(entry: Entry, tokens: float) -> list[str]:
+    plan = entry.plan
     return [
         *_degrees(plan),
         f"{plan.step_us / 1e3:,.1f}",
@@ -36,9 +65,13 @@ def _times(plan: Plan, again: bool, fits: bool, tokens: float) -> list[str]:
         f"{plan.exposed_us / 1e3:,.1f}",
         f"{plan.bubble:.0%}" if plan.bubble else "",
         f"{plan.memory.total / GIB:,.1f}",
-        "yes" if again else "",
-        "" if fits else "does not fit",
+        "yes" if entry.recomputed else "",
+        "" if entry.fits else "does not fit",
     ]
+
+
+def _activations(entry: Entry) -> list[str]:
+    return [*_degrees(entry.plan), *(f"{held / GIB:,.1f}" for held in entry.activations.values())]
 
 
 def _parts(plan: Plan) -> list[str]:
