@@ -13,7 +13,7 @@ from tpfused.collectives import observe
 from tpfused.group import TPGroup
 from tpfused.planning.block import Setting, block
 from tpfused.planning.shape import Shape
-from tpfused.planning.work import CONTIGUOUS, Attention, Collective, Matmul, Pair, Pass
+from tpfused.planning.work import Attention, Collective, Matmul, Pair, Pass
 from tpfused.planning.worker import config_of, parts_of
 
 GPT = Shape(hidden=64, ffn=192, layers=1, heads=8, kv_heads=8, vocab=64, style="gpt", positions=256)
@@ -136,9 +136,3 @@ def test_overlapped_columns_gather_again():
 
 def test_one_rank_needs_none():
     assert not collectives(block(LLAMA, Setting(1, 16, 2, 2, False, True)).backward)
-
-
-def test_passes_by_name():
-    forward, backward = block(GPT, Setting(1, 16, 2, 2, False, False)).passes("residual")
-    assert forward == backward == 2 * 3 * 16 * 2 * 64 * 2
-    assert Pass("x", CONTIGUOUS, 8).elements == 0

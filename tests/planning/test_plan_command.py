@@ -39,7 +39,9 @@ def test_help_teaches(capsys):
         (["--model", "gpt2", "--gpus", "0"], "--gpus must be at least 1, not 0"),
         (["--model", "gpt2", "--micro-batch", "-1"], "--micro-batch must be at least 1"),
         (["--model", "gpt2", "--tflops", "nan"], "--tflops must be above 0"),
-        (["--model", "gpt2", "--gpus", "2", "--tflops", "1"], "--memory-gbps, --memory-gib, --bus-gbps as well"),
+        (["--model", "gpt2", "--gpus", "2", "--tflops", "1"], "give --memory-gbps, --memory-gib, --bus-gbps as well"),
+        (["--model", "gpt2", "--gpus", "2", "--bus-gbps", "1"], "give --tflops, --memory-gbps, --memory-gib as well"),
+        (["--model", "gpt2", "--latency-us", "1"], "--latency-us goes with --bus-gbps"),
         (["--model", "gpt2", "--dtype", "fp8"], "unknown dtype 'fp8'"),
         (["--model", "gpt2", "--style", "bert"], "'bert'"),
         (["--model", "gpt2", "--gpus", "8", "--tp", "8", *NUMBERS], "no layout of 8 GPUs, --tp 8"),
@@ -143,9 +145,10 @@ def test_a_file_without_what_is_needed(comm_file, capsys):
 def test_a_short_run(tmp_path, capsys):
     """Two gloo workers measure what a plan needs."""
     path = tmp_path / "plan.json"
-    assert plan(*TINY, "--gpus", "2", "--rounds", "1", "--json", str(path)) == 0
+    assert plan(*TINY, "--gpus", "2", "--rounds", "1", "--memory-gib", "5", "--json", str(path)) == 0
     found = json.loads(path.read_text())
     rates = found["meta"]["rates"]
+    assert found["meta"]["memory_bytes"] == 5 * 2**30
     assert rates["matmul_tflops"] > 0 and rates["pass_rates"].keys() == {"strided", "joined"}
     assert {(fit["op"], fit["ranks"]) for fit in rates["fits"]} == {(op, 2) for op in job.USED}
     assert [row["fits"] for row in found["rows"]] == [True] * 3

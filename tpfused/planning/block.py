@@ -54,14 +54,6 @@ class Both:
     def __add__(self, other: Both) -> Both:
         return Both(self.forward + other.forward, self.backward + other.backward)
 
-    def passes(self, name: str) -> tuple[float, float]:
-        """Bytes of the passes of that name, forward and backward."""
-        forward, backward = (
-            sum(work.bytes for work in works if isinstance(work, Pass) and work.name == name)
-            for works in (self.forward, self.backward)
-        )
-        return forward, backward
-
 
 def block(shape: Shape, setting: Setting) -> Both:
     """A `ParallelTransformerBlock`."""

@@ -20,7 +20,7 @@ from tpfused.cli.errors import UserError
 from tpfused.planning.block import Setting, block
 from tpfused.planning.communication import Fit
 from tpfused.planning.layouts import Layout, Plan, Step, layouts, predict
-from tpfused.planning.options import USED, Machine, check_options, machine_of, shape_of, step_of
+from tpfused.planning.options import USED, Machine, check_options, machine_of, overridden, shape_of, step_of
 from tpfused.planning.rates import Rates
 from tpfused.planning.report import Entry, checked_row, show_checked, show_plans
 from tpfused.planning.shape import Shape
@@ -137,8 +137,8 @@ def _measured(options: Mapping[str, Any], console, device: str, gpus: int, found
     if code:
         return code
     memory = rates.pop("memory_bytes")
-    memory = options["memory_gib"] * 2**30 if options["memory_gib"] else memory
-    return Machine(Rates(**rates, fits=tuple(fits)), memory, f"a short run on {gpus} x {card}")
+    measured = Machine(Rates(**rates, fits=tuple(fits)), memory, f"a short run on {gpus} x {card}")
+    return overridden(measured, options)
 
 
 def _tell(rates: Rates) -> str:

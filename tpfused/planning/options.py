@@ -19,7 +19,7 @@ from tpfused.planning.work import JOINED, STRIDED
 
 ELEMENT_BYTES = 8  # that a copy moves while a pass does one element that is not beside the last
 USED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # by the layers, and from stage to stage
-GIVEN = ("tflops", "memory_gbps", "memory_gib")  # which together do for a file
+SPEEDS = ("tflops", "memory_gbps", "bus_gbps")  # which together do for a file
 
 
 @dataclass(frozen=True)
@@ -35,15 +35,21 @@ def check_options(options: Mapping[str, Any]) -> None:
     """Refuse what is out of its range, before anything is measured."""
     for name in ("gpus", "tp", "dp", "pp", "sequence", "batch", "micro_batch", "layers", "rounds"):
         if options[name] is not None and options[name] < 1:
-            raise UserError(f"--{name.replace('_', '-')} must be at least 1, not {options[name]}")
-    for name in (*GIVEN, "attention_tflops", "bus_gbps", "latency_us", "tolerance"):
+            raise UserError(f"{_option(name)} must be at least 1, not {options[name]}")
+    for name in (*SPEEDS, "attention_tflops", "latency_us", "memory_gib", "tolerance"):
         value = options[name]
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise UserError(f"--{name.replace('_', '-')} must be above 0, not {value:g}")
+            raise UserError(f"{_option(name)} must be above 0, not {value:g}")
+    if options["latency_us"] is not None and options["bus_gbps"] is None:
+        raise UserError("--latency-us goes with --bus-gbps")
     if options["dtype"] not in BYTES:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(BYTES)}")
     if options["json"] is not None:
         check_writable("json", options["json"])
+
+
+def _option(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def shape_of(options: Mapping[str, Any]) -> Shape:
@@ -93,26 +99,25 @@ def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
         UserError: a file that cannot be read, or is not of `tpfused bench comm`.
     """
     machine = _from_file(options["from"], options["dtype"]) if options["from"] else None
-    given = {name: options[name] for name in GIVEN if options[name] is not None}
     if machine is None:
-        missing = [name for name in GIVEN if name not in given]
-        missing += ["bus_gbps"] if gpus > 1 and options["bus_gbps"] is None else []
-        if given and missing:
-            raise UserError(f"--{', --'.join(missing)} as well, or --from FILE".replace("_", "-"))
-        if missing:
+        if all(options[name] is None for name in SPEEDS):
             return None
-        speed, gbps = given["tflops"], given["memory_gbps"]
+        needed = ["tflops", "memory_gbps", "memory_gib"] + (["bus_gbps"] if gpus > 1 else [])
+        missing = [_option(name) for name in needed if options[name] is None]
+        if missing:
+            raise UserError(f"give {', '.join(missing)} as well, or --from FILE")
+        speed, gbps = options["tflops"], options["memory_gbps"]
         rates = Rates(speed, speed / 2, speed / 2, gbps, {})
         machine = Machine(rates, 0.0, "the command line")
-    machine = _overridden(machine, options)
+    machine = overridden(machine, options)
     unknown = [op for op in USED if op not in {each.op for each in machine.rates.fits}]
     if gpus > 1 and unknown:
         raise UserError(f"{machine.source} says nothing of {', '.join(unknown)}: two sizes of each must be measured")
     return machine
 
 
-def _overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
-    """With the options in the place of what they are about."""
+def overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
+    """With the options' numbers in the place of its own."""
     rates, memory = machine.rates, machine.memory_bytes
     if options["tflops"] is not None:
         rates = replace(rates, matmul_tflops=options["tflops"])
@@ -126,8 +131,6 @@ def _overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
         latency = options["latency_us"] or 0.0
         fits = [Fit(op, "all", 2, latency, bus_factor(op, 2) / options["bus_gbps"] / 1e3) for op in OPERATIONS]
         rates = replace(rates, fits=tuple(fits))
-    elif options["latency_us"] is not None:
-        raise UserError("--latency-us goes with --bus-gbps")
     if options["memory_gib"] is not None:
         memory = options["memory_gib"] * 2**30
     return Machine(rates, memory, machine.source)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 # How a pass goes over memory. An eager kernel over contiguous tensors is as fast as a copy of as many bytes. One over
 # halves of rows, pairs or permuted heads, and one that joins tensors, work element by element: it is their elements
 # that take the time, unless their bytes take more.
-CONTIGUOUS, STRIDED, JOINED = PASS_KINDS = ("contiguous", "strided", "joined")
+CONTIGUOUS, STRIDED, JOINED = ("contiguous", "strided", "joined")
 
 
 @dataclass(frozen=True)
