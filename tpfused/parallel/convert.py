@@ -1,0 +1,228 @@
+"""A dense module becomes one of this package's layers, in place: it stays the same object under the same name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from tpfused.group import TPGroup
+from tpfused.layers.embedding import VocabParallelEmbedding
+from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear
+from tpfused.parallel.layers import (
+    KeyValueLinear,
+    StoredColumnParallelLinear,
+    StoredRowParallelLinear,
+    WholeParameters,
+    compute_with_local,
+)
+from tpfused.parameter import LinearParameters, ParallelModule, empty_on
+from tpfused.sharding import divide
+
+
+@dataclass
+class Conversion:
+    """One model's conversion: where it goes, and what has become of its parameters, so that tied ones stay tied."""
+
+    group: TPGroup
+    config: object = None  # the model's, where it has one: of its head counts
+    became: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)  # id of the old -> old and new
+
+    @property
+    def device(self) -> torch.device:
+        kind = self.group.mesh.device_type
+        return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+
+
+def colwise(module: nn.Module, to: Conversion, *, gather_output: bool = False, parts: int = 1) -> None:
+    """The outputs are split, and left so or gathered; with `parts`, those of each of so many projections."""
+    stored = {"transposed": _is_conv1d(module), "parts": parts}
+    plain = stored == {"transposed": False, "parts": 1}
+    layer = ColumnParallelLinear if plain else StoredColumnParallelLinear
+    _to_linear(module, to, layer, gather_output=gather_output, **({} if plain else stored))
+
+
+def colwise_kv(module: nn.Module, to: Conversion) -> None:
+    """`colwise` for keys or values; of fewer heads than ranks, each whole on the ranks that share it."""
+    _, heads = head_counts(module, to.config)
+    if heads >= to.group.size:
+        colwise(module, to)
+    else:
+        _to_linear(module, to, KeyValueLinear, num_heads=heads)
+
+
+def rowwise(module: nn.Module, to: Conversion) -> None:
+    """The inputs are split over the ranks already, as colwise leaves them; the output is summed, whole on each."""
+    if _is_conv1d(module):
+        _to_linear(module, to, StoredRowParallelLinear, transposed=True)
+    else:
+        _to_linear(module, to, RowParallelLinear)
+
+
+def vocab_embedding(module: nn.Module, to: Conversion) -> None:
+    """The vocabulary split over the ranks; ids and output are whole on each."""
+    if type(module).forward is not nn.Embedding.forward:
+        raise ValueError(f"only an nn.Embedding can be a 'vocab_embedding', not {type(module).__name__}")
+    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+        raise ValueError("an nn.Embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
+    layer = VocabParallelEmbedding(
+        module.num_embeddings,
+        module.embedding_dim,
+        module.padding_idx,
+        mesh=to.group.mesh,
+        device="meta",
+        dtype=module.weight.dtype,
+    )
+    _become(module, layer, to)
+
+
+def attention(module: nn.Module, to: Conversion) -> None:
+    """A module whose projections are split by heads: the counts it keeps become those of this rank."""
+    ranks = to.group.size
+    heads, kv_heads = head_counts(module, to.config)
+    own = heads // ranks, max(1, kv_heads // ranks)
+    local = {"num_heads": own[0], "num_attention_heads": own[0], "n_head": own[0], "num_key_value_heads": own[1]}
+    for name in ("split_size", "all_head_size"):  # GPT-2's and BERT's: features of all query heads
+        if hasattr(module, name):
+            local[name] = getattr(module, name) // ranks
+    local["num_key_value_groups"] = own[0] // own[1]
+    for name, value in local.items():
+        if name in vars(module):
+            setattr(module, name, value)
+
+
+def replicate(module: nn.Module, to: Conversion, *, sum_gradients: bool = False) -> None:
+    """The parameters whole on each rank; computed with as they are."""
+    from torch.distributed.tensor import DTensor, Replicate
+
+    for name, param in module._parameters.items():
+        if param is None or isinstance(param, DTensor):
+            continue
+        if id(param) not in to.became:
+            data = param.detach()
+            data = data if data.is_meta else data.to(to.device).contiguous()
+            data = DTensor.from_local(data, to.group.mesh, [Replicate()], run_check=False)
+            to.became[id(param)] = param, nn.Parameter(data, requires_grad=param.requires_grad)
+        module._parameters[name] = to.became[id(param)][1]
+    own = [param for param in module._parameters.values() if param is not None]
+    done = isinstance(module, ParallelModule | WholeParameters)
+    if own and not done and all(param.placements[0].is_replicate() for param in own):
+        compute_with_local(module, to.group, sum_gradients)
+
+
+PARTS = {"fused_gate_up": 2, "fused_qkv": 3}  # projections of one size in one weight, one after the other
+STYLES: dict[str, Callable[[nn.Module, Conversion], None]] = {
+    "attention": attention,
+    "colwise": colwise,
+    "colwise_gather": lambda module, to: colwise(module, to, gather_output=True),
+    "colwise_kv": colwise_kv,
+    "fused_gate_up": lambda module, to: colwise(module, to, parts=PARTS["fused_gate_up"]),
+    "fused_qkv": lambda module, to: colwise(module, to, parts=PARTS["fused_qkv"]),
+    "replicate": replicate,
+    "replicate_sum": lambda module, to: replicate(module, to, sum_gradients=True),
+    "rowwise": rowwise,
+    "vocab_embedding": vocab_embedding,
+    "vocab_head": lambda module, to: colwise(module, to, gather_output=True),
+}
+LEAVE_SHARDED = ("colwise", "colwise_kv", "fused_gate_up", "fused_qkv")  # the output is this rank's part
+SPLIT_ROWS = ("colwise", "colwise_gather", "vocab_embedding", "vocab_head")  # the same rows of a weight [rows, ...]
+
+
+def check_convertible(name: str, module: nn.Module, style: str, ranks: int, config: object) -> None:
+    """Refuse, before anything is changed, what the style cannot be given to.
+
+    Raises:
+        ValueError: names the module and the numbers.
+    """
+    if style in ("attention", "colwise_kv", "fused_qkv"):
+        check_heads(name, *head_counts(module, config), ranks)
+    if style in ("colwise", "colwise_gather", "colwise_kv", "fused_gate_up", "fused_qkv", "rowwise", "vocab_head"):
+        if type(module).forward is not nn.Linear.forward and not _is_conv1d(module):
+            raise ValueError(
+                f"{name} is a {type(module).__name__}, which computes otherwise than nn.Linear or transformers' Conv1D "
+                f"do: it cannot be {style!r}"
+            )
+    if style == "fused_qkv" and len(set(head_counts(module, config))) > 1:
+        heads, kv_heads = head_counts(module, config)
+        raise ValueError(
+            f"{name}: 'fused_qkv' is for three projections of one size, but there are {heads} attention heads and "
+            f"{kv_heads} key-value heads"
+        )
+    if style in PARTS:
+        divide(_as_matrix(module).shape[0], PARTS[style], f"{name}: outputs over the projections of {style!r}")
+
+
+def head_counts(module: nn.Module, config: object) -> tuple[int, int]:
+    """Heads of queries and of keys and values: by the module's config or the model's, or the module's own counts."""
+    for source in (getattr(module, "config", None), config, module):
+        for name in ("num_attention_heads", "num_heads", "n_head"):
+            if hasattr(source, name):
+                heads = getattr(source, name)
+                return heads, getattr(source, "num_key_value_heads", None) or heads
+    raise ValueError(
+        f"how many heads has {type(module).__name__}? Neither it nor the model's config says num_attention_heads, "
+        f"num_heads or n_head"
+    )
+
+
+def check_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:
+    def fits(n: int) -> bool:
+        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    if not fits(ranks):
+        choices = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+        raise ValueError(
+            f"{name}: {heads} attention heads and {kv_heads} key-value heads cannot be split over {ranks} "
+            f"tensor-parallel ranks; they can over {choices}"
+        )
+
+
+def _is_conv1d(module: nn.Module) -> bool:
+    return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
+
+
+def _to_linear(module: nn.Module, to: Conversion, layer: type[LinearParameters], **options) -> None:
+    out_features, in_features = _as_matrix(module).shape
+    made = layer(
+        in_features,
+        out_features,
+        module.bias is not None,
+        mesh=to.group.mesh,
+        device="meta",
+        dtype=module.weight.dtype,
+        **options,
+    )
+    _become(module, made, to)
+
+
+def _as_matrix(module: nn.Module) -> Tensor:
+    """The weight as ``[out, in]``."""
+    return module.weight.detach().t() if _is_conv1d(module) else module.weight.detach()
+
+
+def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
+    """`module` turns into `layer`, which is on the meta device, with its own weights, hooks and other attributes."""
+    old = dict(module._parameters)
+    for name, param in old.items():
+        if param is None:
+            continue
+        if id(param) in to.became:
+            new = to.became[id(param)][1]
+            made = layer._parameters[name]
+            if (new.shape, new.placements) != (made.shape, made.placements):
+                raise ValueError(
+                    f"a tied parameter would be split in two ways: {new.placements} and {made.placements} of "
+                    f"{tuple(made.shape)}"
+                )
+            layer._parameters[name] = new
+            continue
+        if not param.is_meta:
+            layer._parameters[name] = empty_on(layer._parameters[name], to.device)
+            layer.fill_parameter(name, _as_matrix(module) if name == "weight" else param.detach())
+        layer._parameters[name].requires_grad_(param.requires_grad)
+        to.became[id(param)] = param, layer._parameters[name]
+    module.__class__ = type(layer)
+    # Hooks stay the module's, and whatever else a library has noted on it.
+    vars(module).update({key: value for key, value in vars(layer).items() if "hook" not in key and key != "training"})
