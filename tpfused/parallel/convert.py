@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
-from tpfused.group import TPGroup
+from tpfused.group import TPGroup, check_reshapable
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpfused.parallel.layers import (
@@ -24,11 +24,10 @@ from tpfused.sharding import divide
 
 @dataclass
 class Conversion:
-    """One model's conversion: where it goes, and what has become of its parameters, so that tied ones stay tied."""
+    """Where a module goes: over which ranks, and onto which device."""
 
     group: TPGroup
-    config: object = None  # the model's, where it has one: of its head counts
-    became: dict[int, tuple[nn.Parameter, nn.Parameter]] = field(default_factory=dict)  # id of the old -> old and new
+    heads: object = None  # what `knows_heads` found for the module
 
     @property
     def device(self) -> torch.device:
@@ -46,7 +45,7 @@ def colwise(module: nn.Module, to: Conversion, *, gather_output: bool = False, p
 
 def colwise_kv(module: nn.Module, to: Conversion) -> None:
     """`colwise` for keys or values; of fewer heads than ranks, each whole on the ranks that share it."""
-    _, heads = head_counts(module, to.config)
+    _, heads = head_counts(module, to.heads)
     if heads >= to.group.size:
         colwise(module, to)
     else:
@@ -63,10 +62,6 @@ def rowwise(module: nn.Module, to: Conversion) -> None:
 
 def vocab_embedding(module: nn.Module, to: Conversion) -> None:
     """The vocabulary split over the ranks; ids and output are whole on each."""
-    if type(module).forward is not nn.Embedding.forward:
-        raise ValueError(f"only an nn.Embedding can be a 'vocab_embedding', not {type(module).__name__}")
-    if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-        raise ValueError("an nn.Embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
     layer = VocabParallelEmbedding(
         module.num_embeddings,
         module.embedding_dim,
@@ -81,7 +76,7 @@ def vocab_embedding(module: nn.Module, to: Conversion) -> None:
 def attention(module: nn.Module, to: Conversion) -> None:
     """A module whose projections are split by heads: the counts it keeps become those of this rank."""
     ranks = to.group.size
-    heads, kv_heads = head_counts(module, to.config)
+    heads, kv_heads = head_counts(module, to.heads)
     own = heads // ranks, max(1, kv_heads // ranks)
     local = {"num_heads": own[0], "num_attention_heads": own[0], "n_head": own[0], "num_key_value_heads": own[1]}
     for name in ("split_size", "all_head_size"):  # GPT-2's and BERT's: features of all query heads
@@ -100,12 +95,12 @@ def replicate(module: nn.Module, to: Conversion, *, sum_gradients: bool = False)
     for name, param in module._parameters.items():
         if param is None or isinstance(param, DTensor):
             continue
-        if id(param) not in to.became:
+        if _became(param, to) is None:
             data = param.detach()
             data = data if data.is_meta else data.to(to.device).contiguous()
             data = DTensor.from_local(data, to.group.mesh, [Replicate()], run_check=False)
-            to.became[id(param)] = param, nn.Parameter(data, requires_grad=param.requires_grad)
-        module._parameters[name] = to.became[id(param)][1]
+            param.tp_became = nn.Parameter(data, requires_grad=param.requires_grad)
+        module._parameters[name] = param.tp_became
     own = [param for param in module._parameters.values() if param is not None]
     done = isinstance(module, ParallelModule | WholeParameters)
     if own and not done and all(param.placements[0].is_replicate() for param in own):
@@ -126,26 +121,34 @@ STYLES: dict[str, Callable[[nn.Module, Conversion], None]] = {
     "vocab_embedding": vocab_embedding,
     "vocab_head": lambda module, to: colwise(module, to, gather_output=True),
 }
+_HEADS = ("num_attention_heads", "num_heads", "n_head")
 LEAVE_SHARDED = ("colwise", "colwise_kv", "fused_gate_up", "fused_qkv")  # the output is this rank's part
 SPLIT_ROWS = ("colwise", "colwise_gather", "vocab_embedding", "vocab_head")  # the same rows of a weight [rows, ...]
 
 
-def check_convertible(name: str, module: nn.Module, style: str, ranks: int, config: object) -> None:
+def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) -> None:
     """Refuse, before anything is changed, what the style cannot be given to.
 
     Raises:
         ValueError: names the module and the numbers.
     """
     if style in ("attention", "colwise_kv", "fused_qkv"):
-        check_heads(name, *head_counts(module, config), ranks)
+        check_heads(name, *head_counts(module, to.heads), to.group.size)
     if style in ("colwise", "colwise_gather", "colwise_kv", "fused_gate_up", "fused_qkv", "rowwise", "vocab_head"):
         if type(module).forward is not nn.Linear.forward and not _is_conv1d(module):
             raise ValueError(
                 f"{name} is a {type(module).__name__}, which computes otherwise than nn.Linear or transformers' Conv1D "
                 f"do: it cannot be {style!r}"
             )
-    if style == "fused_qkv" and len(set(head_counts(module, config))) > 1:
-        heads, kv_heads = head_counts(module, config)
+    if style == "vocab_embedding":
+        if type(module).forward is not nn.Embedding.forward:
+            raise ValueError(f"{name} is a {type(module).__name__}; only an nn.Embedding can be a 'vocab_embedding'")
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            raise ValueError(f"{name}: an nn.Embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
+    if style == "colwise_kv" and head_counts(module, to.heads)[1] < to.group.size:
+        check_reshapable(to.group.mesh, head_counts(module, to.heads)[1])
+    if style == "fused_qkv" and len(set(head_counts(module, to.heads))) > 1:
+        heads, kv_heads = head_counts(module, to.heads)
         raise ValueError(
             f"{name}: 'fused_qkv' is for three projections of one size, but there are {heads} attention heads and "
             f"{kv_heads} key-value heads"
@@ -154,17 +157,25 @@ def check_convertible(name: str, module: nn.Module, style: str, ranks: int, conf
         divide(_as_matrix(module).shape[0], PARTS[style], f"{name}: outputs over the projections of {style!r}")
 
 
-def head_counts(module: nn.Module, config: object) -> tuple[int, int]:
-    """Heads of queries and of keys and values: by the module's config or the model's, or the module's own counts."""
-    for source in (getattr(module, "config", None), config, module):
-        for name in ("num_attention_heads", "num_heads", "n_head"):
-            if hasattr(source, name):
-                heads = getattr(source, name)
-                return heads, getattr(source, "num_key_value_heads", None) or heads
-    raise ValueError(
-        f"how many heads has {type(module).__name__}? Neither it nor the model's config says num_attention_heads, "
-        f"num_heads or n_head"
-    )
+def knows_heads(*places: object) -> object:
+    """The first of these modules that says how many heads there are, or whose config does; None if none does."""
+    sources = (source for place in places for source in (getattr(place, "config", None), place))
+    return next((source for source in sources if any(hasattr(source, name) for name in _HEADS)), None)
+
+
+def head_counts(module: nn.Module, source: object) -> tuple[int, int]:
+    """Heads of queries, and of keys and values; `source` is what `knows_heads` found.
+
+    Raises:
+        ValueError: it found nothing.
+    """
+    if source is None:
+        raise ValueError(
+            f"how many heads has {type(module).__name__}? Neither it, a module that it is a part of, nor a config of "
+            f"theirs has {', '.join(_HEADS)}"
+        )
+    heads = next(getattr(source, name) for name in _HEADS if hasattr(source, name))
+    return heads, getattr(source, "num_key_value_heads", None) or heads
 
 
 def check_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:
@@ -208,9 +219,8 @@ def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
     for name, param in old.items():
         if param is None:
             continue
-        if id(param) in to.became:
-            new = to.became[id(param)][1]
-            made = layer._parameters[name]
+        new, made = _became(param, to), layer._parameters[name]
+        if new is not None:
             if (new.shape, new.placements) != (made.shape, made.placements):
                 raise ValueError(
                     f"a tied parameter would be split in two ways: {new.placements} and {made.placements} of "
@@ -219,10 +229,15 @@ def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
             layer._parameters[name] = new
             continue
         if not param.is_meta:
-            layer._parameters[name] = empty_on(layer._parameters[name], to.device)
+            layer._parameters[name] = empty_on(made, to.device)
             layer.fill_parameter(name, _as_matrix(module) if name == "weight" else param.detach())
-        layer._parameters[name].requires_grad_(param.requires_grad)
-        to.became[id(param)] = param, layer._parameters[name]
+        param.tp_became = layer._parameters[name].requires_grad_(param.requires_grad)
     module.__class__ = type(layer)
     # Hooks stay the module's, and whatever else a library has noted on it.
     vars(module).update({key: value for key, value in vars(layer).items() if "hook" not in key and key != "training"})
+
+
+def _became(param: nn.Parameter, to: Conversion) -> nn.Parameter | None:
+    """What a dense parameter was turned into before, for another module that it is tied to."""
+    new = getattr(param, "tp_became", None)
+    return None if new is None or new.device_mesh != to.group.mesh else new

@@ -67,27 +67,23 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     unknown = sorted({style for style in plan.values() if style not in convert.STYLES})
     if unknown:
         raise ValueError(f"unknown styles {unknown}; there are {', '.join(convert.STYLES)}")
-    config = getattr(model, "config", None)
     modules = dict(model.named_modules())
     styles = match(model, plan)
+    to = {name: convert.Conversion(group, convert.knows_heads(*_upwards(modules, name))) for name in modules}
     for name, style in styles.items():
-        convert.check_convertible(name, modules[name], style, group.size, config)
+        convert.check_convertible(name, modules[name], style, to[name])
     _check_heads(model, styles)
     _check_ties(modules, styles)
     _check_same_weights(model, group)
 
-    to = convert.Conversion(group, config)
-    for name, style in styles.items():
-        if style != "attention":
-            convert.STYLES[style](modules[name], to)
-    for name, style in styles.items():
-        if style == "attention":
-            convert.attention(modules[name], to)
-    for module in modules.values():
-        convert.replicate(module, to)
-        for name, buffer in module._buffers.items():
+    # What a module counts may be its projections' to read: it comes after them.
+    for name in sorted(styles, key=lambda name: styles[name] == "attention"):
+        convert.STYLES[styles[name]](modules[name], to[name])
+    for name, module in modules.items():
+        convert.replicate(module, to[name])
+        for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[name] = buffer.to(to.device)
+                module._buffers[key] = buffer.to(to[name].device)
     for name, style in styles.items():
         if style == "vocab_head":
             shard_logits(model, modules[name])
@@ -102,6 +98,15 @@ def _checked(mesh: object) -> DeviceMesh:
     if mesh is None:
         raise TypeError('parallelize needs a mesh: init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))')
     return mesh
+
+
+def _upwards(modules: dict[str, nn.Module], name: str) -> list[nn.Module]:
+    """The module, what it is a part of, and so on."""
+    found = [modules[name]]
+    while name:
+        name = name.rpartition(".")[0]
+        found.append(modules[name])
+    return found
 
 
 def _refuse_parallel(model: nn.Module) -> None:
