@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
@@ -58,23 +58,35 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     `load_sharded` reads them at any degree of parallelism, and transformers' `from_pretrained` on one device.
     Collective: every rank calls it, and rank 0 of the default process group writes, holding one file's tensors in
     memory. Several files have an index. Those of an earlier save in the folder are replaced.
+
+    Raises:
+        OSError, on all ranks: rank 0 could not write.
     """
-    folder = Path(path)
-    writes = not dist.is_initialized() or dist.get_rank() == 0
-    if writes:
-        folder.mkdir(parents=True, exist_ok=True)
-    writer = _Writer(folder, max_file_bytes)
+    writer = _Writer(Path(path), max_file_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
+    failure = None
     for entry in model_entries(model):
         state: dict[str, Tensor] = {}
         save_entry(entry, entry.tensor, entry.names, state)
-        writer.add(state)
-    if writes:
-        writer.finish()
-        for config in (getattr(model, "config", None), getattr(model, "generation_config", None)):
-            if hasattr(config, "save_pretrained"):
-                config.save_pretrained(folder)
+        if writer is not None and failure is None:  # after one, rank 0 still gathers, which all ranks do together
+            failure = _failure_of(writer.add, state)
+    if writer is not None and failure is None:
+        configs = (getattr(model, name, None) for name in ("config", "generation_config"))
+        failure = _failure_of(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
     if dist.is_initialized():
-        dist.barrier()
+        told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
+        dist.broadcast_object_list(told, src=0)
+        if told[0] is not None and failure is None:
+            failure = OSError(f"rank 0 could not write {path}: {told[0]}")
+    if failure is not None:
+        raise failure
+
+
+def _failure_of(step: Callable[..., None], *args: object) -> Exception | None:
+    try:
+        step(*args)
+    except Exception as error:
+        return error
+    return None
 
 
 class StoredTensor:
@@ -113,26 +125,28 @@ class _Writer:
     def _flush(self) -> None:
         from safetensors.torch import save_file
 
+        self.folder.mkdir(parents=True, exist_ok=True)
         temporary = self.folder / f".{SINGLE}.{len(self.files)}.partial"
         save_file(self.pending, temporary, metadata={"format": "pt"})
         self.files.append((temporary, list(self.pending)))
         self.pending = {}
 
-    def finish(self) -> None:
+    def finish(self, configs: list) -> None:
         if self.pending or not self.files:
             self._flush()
         for old in (*self.folder.glob("model*.safetensors"), self.folder / INDEX):
             old.unlink(missing_ok=True)
-        if len(self.files) == 1:
-            self.files[0][0].rename(self.folder / SINGLE)
-            return
         homes = {}
         for number, (temporary, names) in zip(count(1), self.files):
-            final = f"model-{number:05d}-of-{len(self.files):05d}.safetensors"
+            several = f"model-{number:05d}-of-{len(self.files):05d}.safetensors"
+            final = SINGLE if len(self.files) == 1 else several
             temporary.rename(self.folder / final)
             homes |= dict.fromkeys(names, final)
-        index = {"metadata": {"total_size": self.total}, "weight_map": homes}
-        (self.folder / INDEX).write_text(json.dumps(index, indent=2))
+        if len(self.files) > 1:
+            index = {"metadata": {"total_size": self.total}, "weight_map": homes}
+            (self.folder / INDEX).write_text(json.dumps(index, indent=2))
+        for config in configs:
+            config.save_pretrained(self.folder)
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, StoredTensor]:
@@ -186,28 +200,34 @@ def _leave_meta(model: nn.Module, device: torch.device | str | None) -> None:
 def _compute_buffers(model: nn.Module, device: torch.device | str | None) -> None:
     """Make the buffers on the meta device that no checkpoint holds, as the model's `_init_weights` fills them."""
     device = _device_of(next((p for p in model.parameters() if hasattr(p, "device_mesh")), None), device)
-    left = []
+    left, made = [], []
     for path, module in model.named_modules():
-        lost = [n for n, b in module._buffers.items() if n in module._non_persistent_buffers_set and b is not None]
-        lost = [name for name in lost if module._buffers[name].is_meta]
-        for name in lost:
-            buffer = torch.empty_like(module._buffers[name], device=device)
-            module._buffers[name] = buffer.fill_(_unlikely(buffer))
-        if lost and hasattr(model, "_init_weights"):
+        own = module._non_persistent_buffers_set & {
+            n for n, b in module._buffers.items() if b is not None and b.is_meta
+        }
+        for name in own:
+            made.append((module._buffers, name, module._buffers[name]))
+            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
+            module._buffers[name].fill_(_unlikely(module._buffers[name].dtype))
+        if own and hasattr(model, "_init_weights"):
             model._init_weights(module)
-        left += [f"{path}.{name}" for name in lost if (module._buffers[name] == _unlikely(module._buffers[name])).any()]
+        for name in own:
+            if (module._buffers[name] == _unlikely(module._buffers[name].dtype)).any():
+                left.append(f"{path}.{name}")
     if left:
+        for buffers, name, on_meta in made:
+            buffers[name] = on_meta
         raise ValueError(
             f"buffers on the meta device that are in no checkpoint and that nothing computes: {', '.join(left)}; build "
             f"the model with parameters only on the meta device"
         )
 
 
-def _unlikely(buffer: Tensor) -> float | int | bool:
+def _unlikely(dtype: torch.dtype) -> float | int | bool:
     """A value that marks what nothing has been written to."""
-    if buffer.dtype == torch.bool:
+    if dtype == torch.bool:
         return False
-    return (torch.finfo if buffer.is_floating_point() else torch.iinfo)(buffer.dtype).min
+    return (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype).min
 
 
 def _device_of(tensor: Tensor | None, device: torch.device | str | None) -> torch.device:

@@ -5,35 +5,32 @@ import io
 import os
 import re
 import runpy
-import socket
 import sys
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import tpfused
-from tests import distributed
 from tests.parallelize.models import build, compare
 
 pytest.importorskip("transformers")
 EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 
-def run_example(ctx, port, arguments, folder):
-    """As torchrun would, in processes that have imported everything already; what it printed."""
-    dist.destroy_process_group()
-    ctx._meshes.clear()
-    environment = {"RANK": ctx.rank, "LOCAL_RANK": ctx.rank, "WORLD_SIZE": ctx.world, "MASTER_PORT": port}
-    environment = {name: str(value) for name, value in environment.items()} | {"MASTER_ADDR": "127.0.0.1"}
+def run_example(ctx, arguments):
+    """As torchrun would, in processes that have imported everything and joined already; what it printed."""
     printed = io.StringIO()
-    with mock.patch.dict(os.environ, environment), mock.patch.object(sys, "argv", [str(EXAMPLE), *arguments]):
-        on_gpu = mock.patch("torch.cuda.is_available", return_value=ctx.device.type == "cuda")
-        with contextlib.redirect_stdout(printed), on_gpu:
-            runpy.run_path(str(EXAMPLE), run_name="__main__")
-    distributed._join(ctx, folder)
+    with (
+        mock.patch.dict(os.environ, LOCAL_RANK=str(ctx.rank)),
+        mock.patch.object(sys, "argv", [str(EXAMPLE), *arguments]),
+        mock.patch("torch.distributed.init_process_group"),
+        mock.patch("torch.distributed.destroy_process_group"),
+        mock.patch("torch.cuda.is_available", return_value=ctx.device.type == "cuda"),
+        contextlib.redirect_stdout(printed),
+    ):
+        runpy.run_path(str(EXAMPLE), run_name="__main__")
     return printed.getvalue()
 
 
@@ -48,11 +45,7 @@ def test_fine_tuning_on_a_grid(workers, tmp_path, seed, name):
     torch.save(ids, tmp_path / "ids.pt")
 
     arguments = [str(tmp_path / part) for part in ("model", "ids.pt", "tuned")] + ["--tp", "2", "--lr", "1e-3"]
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    (tmp_path / "group").mkdir()
-    printed = workers.run(run_example, port, arguments, str(tmp_path / "group"))[0]
+    printed = workers.run(run_example, arguments)[0]
     losses = [float(loss) for loss in re.findall(r"step \d+: loss ([\d.]+)", printed)]
     assert len(losses) == 3
 
@@ -66,9 +59,9 @@ def test_fine_tuning_on_a_grid(workers, tmp_path, seed, name):
         optimizer.step()
         optimizer.zero_grad()
     tuned = type(dense).from_pretrained(tmp_path / "tuned")
-    # Adam makes steps of rounding where a gradient is nearly zero, so not all entries are the same to the last digit.
+    # Adam makes steps of rounding where a gradient is zero but for that, as that of a bias of the keys is.
     for (key, param), other in zip(dense.named_parameters(), tuned.parameters(), strict=True):
-        assert (param - other).abs().mean() < 1e-5, key
+        assert (param - other).abs().median() < 1e-6, key
     compare({"loss": tuned(ids, labels=ids).loss}, {"loss": dense.eval()(ids, labels=ids).loss}, 1e-4, str)
 
 

@@ -50,7 +50,6 @@ def check_gradients(ctx, tp, seed, name, changes):
     compare({p: whole(g, grads[p]) for p, g in found.items()}, grads, tolerance, lambda p: f"gradient of {p}")
 
 
-@split
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_loss_and_every_gradient(workers, tp, seed, name):
     workers.run(check_gradients, tp, seed, name, {})

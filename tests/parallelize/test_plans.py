@@ -242,6 +242,13 @@ def check_refusals(ctx, seed):
     changed.embed = nn.Embedding(37, 20, max_norm=1.0)
     with refuses(ValueError, "max_norm"):
         split(changed, {"embed": "vocab_embedding"})
+    with refuses(ValueError, "0", "torch.nn.LSTM"):
+        split(nn.Sequential(nn.LSTM(4, 4)), {})
+    with refuses(ValueError, "extra", "parametrized"):
+        odd = Model()
+        nn.utils.parametrizations.weight_norm(odd.extra)
+        odd.extra.__class__.forward = nn.Linear.forward
+        split(odd, {"extra": "colwise_gather"})
     nameless = torch.distributed.device_mesh.DeviceMesh.from_group(ctx.group(4), ctx.device.type)
     with refuses(ValueError, "2 key-value heads on 4 ranks", "mesh_dim_names"):
         split(Model(), PLAN, nameless)

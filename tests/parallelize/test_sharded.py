@@ -248,9 +248,10 @@ def check_lost_buffer(ctx, path):
     with torch.device("meta"):
         model = torch.nn.Sequential(Rotary())
     tpfused.parallelize(model, ctx.mesh(ctx.world), {"proj": "colwise"})
-    with refuses(ValueError, "0.angles", "parameters only"):
-        tpfused.load_sharded(model, path)
-    assert all(p.is_meta for p in model.parameters())
+    for _ in range(2):
+        with refuses(ValueError, "0.angles", "parameters only"):
+            tpfused.load_sharded(model, path)
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
 
 
 def test_buffers_that_nothing_computes(workers, tmp_path):
@@ -303,6 +304,18 @@ def test_transformers_from_pretrained(workers, folder, name):
 def test_what_transformers_from_pretrained_cannot_load(workers):
     pytest.importorskip("transformers.distributed.tensor_parallel")
     workers.run(check_transformers_cannot)
+
+
+def check_failed_save(ctx, folder, path):
+    model = on_meta(ctx, ctx.world, "llama")
+    tpfused.load_sharded(model, folder / "llama")
+    with pytest.raises(OSError, match="blocked"):
+        tpfused.save_sharded(model, path)
+
+
+def test_a_failed_save_is_told_to_all_ranks(workers, folder, tmp_path):
+    (tmp_path / "blocked").write_text("a file where the folder should be")
+    workers.run(check_failed_save, folder, tmp_path / "blocked")
 
 
 def test_a_file_holds_what_its_metadata_says(workers, folder, tmp_path):

@@ -140,6 +140,11 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
                 f"{name} is a {type(module).__name__}, which computes otherwise than nn.Linear or transformers' Conv1D "
                 f"do: it cannot be {style!r}"
             )
+    if style in PARTS or style in SPLIT_ROWS or style in ("colwise_kv", "rowwise"):
+        if "weight" not in module._parameters:
+            raise ValueError(
+                f"{name} has no parameter weight of its own: is it parametrized? Make that permanent first"
+            )
     if style == "vocab_embedding":
         if type(module).forward is not nn.Embedding.forward:
             raise ValueError(f"{name} is a {type(module).__name__}; only an nn.Embedding can be a 'vocab_embedding'")

@@ -60,7 +60,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
             ranks. The model is unchanged then.
     """
     group = resolve_group(mesh=_checked(mesh))
-    _refuse_parallel(model)
+    _check_model(model)
     plan = auto_plan(model) if isinstance(plan, str) and plan == "auto" else plan
     if not isinstance(plan, Mapping):
         raise TypeError(f"plan must be 'auto' or a dict of styles by module patterns, not {plan!r}")
@@ -109,7 +109,8 @@ def _upwards(modules: dict[str, nn.Module], name: str) -> list[nn.Module]:
     return found
 
 
-def _refuse_parallel(model: nn.Module) -> None:
+def _check_model(model: nn.Module) -> None:
+    """Refuse what is parallel already, and modules that use parameters elsewhere than in the forward of their owner."""
     from torch.distributed.tensor import DTensor
 
     for name, module in model.named_modules():
@@ -118,6 +119,10 @@ def _refuse_parallel(model: nn.Module) -> None:
                 f"{name or type(model).__name__} is one of this package's parallel layers already; a model built of "
                 f"them is split when it is made: pass mesh= to it (tpfused.ParallelTransformer(config, mesh=mesh)), "
                 f"and load its weights by load_full_state_dict or load_sharded"
+            )
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            raise ValueError(
+                f"{name or 'the model'} is a torch.nn.{type(module).__name__}, which cannot be parallelized"
             )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
