@@ -50,8 +50,8 @@ class FusedAttention(nn.Module):
 class GatedMLP(nn.Module):
     def __init__(self):
         super().__init__()
-        self.gate_up = nn.Linear(20, 2 * 30)  # 8, 8, 8, 6 on 4 ranks
-        self.down = nn.Linear(30, 20)
+        self.gate_up = nn.Linear(20, 2 * 28)
+        self.down = nn.Linear(28, 20)
 
     def forward(self, x):
         gate, up = self.gate_up(x).chunk(2, -1)
@@ -232,7 +232,7 @@ def check_refusals(ctx, seed):
         split(tpfused.ParallelTransformer(config, group=tpfused.group.TPGroup(None, 0, 1)))
     odd = Model()
     odd.layers[2].gate_up = nn.Linear(20, 61)
-    with refuses(ValueError, 61, 2, "gate_up"):
+    with refuses(ValueError, 61, 8, "gate_up"):
         split(odd, PLAN)
     odd = Model()
     odd.layers[1].n_head = 6

@@ -159,7 +159,8 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
             f"{kv_heads} key-value heads"
         )
     if style in PARTS:
-        divide(_as_matrix(module).shape[0], PARTS[style], f"{name}: outputs over the projections of {style!r}")
+        pieces = PARTS[style] * to.group.size
+        divide(_as_matrix(module).shape[0], pieces, f"{name}: outputs over {PARTS[style]} projections on each rank")
 
 
 def knows_heads(*places: object) -> object:

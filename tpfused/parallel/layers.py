@@ -74,7 +74,8 @@ class KeyValueLinear(LinearParameters):
         weight, bias = self.local("weight"), self.local("bias")
         weight = copy_to_replicas(weight, self._shared)
         bias = None if bias is None else copy_to_replicas(bias, self._shared)
-        return column_forward(x, weight, bias, self.group, sequence_dim=None, total_len=None)
+        features = weight.shape[0] * self.group.size  # those that all ranks compute, each head as often as it is shared
+        return column_forward(x, weight, bias, self.group, out_features=features, sequence_dim=None, total_len=None)
 
 
 class WholeParameters:
