@@ -99,11 +99,11 @@ class _PackedRows:
         for source, start, end in zip(sources, starts, ends, strict=True):
             here = (rows >= start) & (rows < end)
             own = rows[here] - start
-            # Packed neighbours are neighbours in their sources: of each, one slice is enough.
+            # What is packed one after the other comes one after the other from each source: a slice of it.
             first, last = (own.min().item(), own.max().item()) if own.numel() else (0, -1)
             part = source[(slice(first, last + 1), *columns)]
             out = part.new_empty(len(rows), *part.shape[1:]) if out is None else out
-            out[here] = part[own - first]
+            out[here] = part
         return out
 
 

@@ -32,7 +32,19 @@ def shard_info(param: Tensor) -> ShardInfo | None:
 
 def local(param: Tensor | None) -> Tensor | None:
     """What this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
-    return _ToLocal.apply(param) if hasattr(param, "to_local") else param
+    if not is_dtensor(param):
+        return param
+    if torch.compiler.is_compiling():  # which lays gradients out itself, and cannot trace the other
+        return param.to_local(grad_placements=param.placements)
+    return _ToLocal.apply(param)
+
+
+def is_dtensor(tensor: object) -> bool:
+    if not torch.compiler.is_compiling():
+        return hasattr(tensor, "to_local")
+    from torch.distributed.tensor import DTensor  # whose attributes hasattr does not find there
+
+    return isinstance(tensor, DTensor)
 
 
 class _ToLocal(torch.autograd.Function):

@@ -161,6 +161,28 @@ def check_torch_styles(ctx, tp, seed):
         parallelize_module(dense, ctx.mesh(tp), {"embed": Style("colwise")})
 
 
+def check_compiled(ctx, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.LayerNorm(20), Attention()).to(ctx.device, torch.float64)
+    plan = {"1": "attention", "q": "colwise", "k": "colwise_kv", "v": "colwise_kv", "1.norm": "replicate_sum"}
+    tpfused.parallelize(model, ctx.mesh(ctx.world), plan | {"out": "rowwise"})
+    x = torch.randn(2, 7, 20, dtype=torch.float64, device=ctx.device)
+    results = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        out = call(x)
+        out.square().mean().backward()
+        assert all(p.grad.placements == p.placements for p in model.parameters())
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        results.append({"out": out.detach(), **grads})
+    for name, value in results[0].items():
+        assert_close(results[1][name], value, f"{name}, compiled")
+
+
+def test_torch_compile(workers, seed):
+    workers.run(check_compiled, seed)
+
+
 @split
 def test_styles_for_torchs_parallelize_module(workers, tp, seed):
     workers.run(check_torch_styles, tp, seed)
@@ -185,7 +207,7 @@ def check_dropout(ctx, tp, seed):
     x = torch.randn(16, 8, device=ctx.device)
     out = [model(x) for _ in range(2)]
     result = model[0].part.detach().cpu(), [o.detach().cpu() for o in out], torch.rand(3, device=ctx.device).cpu()
-    model[0].outside = None  # fails with the region open
+    model[0].inside = None  # fails with the region open
     with pytest.raises(TypeError):
         model(x)
     return result, torch.rand(3, device=ctx.device).cpu()

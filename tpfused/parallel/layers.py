@@ -11,7 +11,7 @@ from tpfused.group import TPGroup, resolve_group, with_replicas
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.packing import StackedPacking
 from tpfused.parameter import LinearParameters
-from tpfused.placement import local
+from tpfused.placement import is_dtensor, local
 from tpfused.sharding import divide
 
 
@@ -86,16 +86,16 @@ class WholeParameters:
     """
 
     def forward(self, *args, **kwargs):
-        names = [name for name, param in self._parameters.items() if hasattr(param, "to_local")]
+        names = [name for name, param in self._parameters.items() if is_dtensor(param)]
         for name in names:
             part = local(self._parameters[name])
             # Beside the registered parameter, not in its place: an instance's own attribute is found first.
-            object.__setattr__(self, name, copy_to_group(part, self._tp_group) if self._sum_gradients else part)
+            self.__dict__[name] = copy_to_group(part, self._tp_group) if self._sum_gradients else part
         try:
             return super().forward(*args, **kwargs)
         finally:
             for name in names:
-                object.__delattr__(self, name)
+                del self.__dict__[name]
 
 
 def compute_with_local(module: nn.Module, group: TPGroup, sum_gradients: bool) -> None:
