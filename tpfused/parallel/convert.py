@@ -133,31 +133,29 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
         ValueError: names the module and the numbers.
     """
     if style in ("attention", "colwise_kv", "fused_qkv"):
-        check_heads(name, *head_counts(module, to.heads), to.group.size)
-    if style in ("colwise", "colwise_gather", "colwise_kv", "fused_gate_up", "fused_qkv", "rowwise", "vocab_head"):
-        if type(module).forward is not nn.Linear.forward and not _is_conv1d(module):
+        heads, kv_heads = head_counts(module, to.heads)
+        check_heads(name, heads, kv_heads, to.group.size)
+        if style == "colwise_kv" and kv_heads < to.group.size:
+            check_reshapable(to.group.mesh, kv_heads)
+        if style == "fused_qkv" and heads != kv_heads:
             raise ValueError(
-                f"{name} is a {type(module).__name__}, which computes otherwise than nn.Linear or transformers' Conv1D "
-                f"do: it cannot be {style!r}"
+                f"{name}: 'fused_qkv' is for three projections of one size, but there are {heads} attention heads and "
+                f"{kv_heads} key-value heads"
             )
     if style in PARTS or style in SPLIT_ROWS or style in ("colwise_kv", "rowwise"):
         if "weight" not in module._parameters:
+            raise ValueError(f"{name}: its weight is no parameter of its own; if parametrized, make that permanent")
+        dense = type(module).forward is nn.Linear.forward or _is_conv1d(module)
+        if style != "vocab_embedding" and not dense:
             raise ValueError(
-                f"{name} has no parameter weight of its own: is it parametrized? Make that permanent first"
+                f"{name} is a {type(module).__name__}, which computes otherwise than nn.Linear or transformers' Conv1D "
+                f"do: it cannot be {style!r}"
             )
     if style == "vocab_embedding":
         if type(module).forward is not nn.Embedding.forward:
             raise ValueError(f"{name} is a {type(module).__name__}; only an nn.Embedding can be a 'vocab_embedding'")
         if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
             raise ValueError(f"{name}: an nn.Embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
-    if style == "colwise_kv" and head_counts(module, to.heads)[1] < to.group.size:
-        check_reshapable(to.group.mesh, head_counts(module, to.heads)[1])
-    if style == "fused_qkv" and len(set(head_counts(module, to.heads))) > 1:
-        heads, kv_heads = head_counts(module, to.heads)
-        raise ValueError(
-            f"{name}: 'fused_qkv' is for three projections of one size, but there are {heads} attention heads and "
-            f"{kv_heads} key-value heads"
-        )
     if style in PARTS:
         pieces = PARTS[style] * to.group.size
         divide(_as_matrix(module).shape[0], pieces, f"{name}: outputs over {PARTS[style]} projections on each rank")

@@ -86,16 +86,15 @@ class WholeParameters:
     """
 
     def forward(self, *args, **kwargs):
-        names = [name for name, param in self._parameters.items() if is_dtensor(param)]
-        for name in names:
-            part = local(self._parameters[name])
-            # Beside the registered parameter, not in its place: an instance's own attribute is found first.
-            self.__dict__[name] = copy_to_group(part, self._tp_group) if self._sum_gradients else part
+        whole = {name: param for name, param in self._parameters.items() if is_dtensor(param)}
+        parts = {name: local(param) for name, param in whole.items()}
+        if self._sum_gradients:
+            parts = {name: copy_to_group(part, self._tp_group) for name, part in parts.items()}
+        self._parameters.update(parts)
         try:
             return super().forward(*args, **kwargs)
         finally:
-            for name in names:
-                del self.__dict__[name]
+            self._parameters.update(whole)
 
 
 def compute_with_local(module: nn.Module, group: TPGroup, sum_gradients: bool) -> None:

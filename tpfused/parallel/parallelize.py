@@ -42,7 +42,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         "colwise_kv": the projection to keys, or values. Of fewer heads than ranks, each is whole on the ranks that
             share it, and its gradient summed over them.
         "fused_qkv", "fused_gate_up": "colwise" for three, or two, projections of one size in one weight, one after the
-            other: this rank's part of each. The parameter has a dimension more, checkpoints do not.
+            other: this rank's part of each, of sizes that divide by the ranks. The parameter has a dimension more than
+            in checkpoints.
         "attention": the attention module around "colwise" projections: the head counts it keeps become this rank's.
         "vocab_embedding": an `nn.Embedding`, its vocabulary split.
         "vocab_head": a transformers model's head: logits ``[..., vocabulary shard]`` in training with labels, where
