@@ -63,7 +63,7 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
             file, which the fused ones do not keep. A parameter that a split module shares with one that has no style,
             as BERT's head does its bias: transformers would tie the split one to the whole one. `parallelize` and
             `load_sharded` do both. And as `parallelize`.
-        ImportError: transformers is older than its registry (5.20).
+        ImportError: this transformers has no `transformers.distributed.tensor_parallel` (5.24 has).
     """
     from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
 
