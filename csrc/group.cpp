@@ -64,6 +64,7 @@ PeerMemory::~PeerMemory() {
 Group::Group(int device, int rank, int size)
     : device(device), rank(rank), size(size), awaited_(PeerMemory::slots * size) {
   DeviceGuard guard(device);
+  check(cudaDeviceGetAttribute(&architecture, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check(cudaStreamCreateWithPriority(&transfers, cudaStreamNonBlocking, greatest), "cudaStreamCreate");

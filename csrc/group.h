@@ -103,6 +103,7 @@ class Group {
   void connect_nccl(const ncclUniqueId& id, int processors);
 
   const int device, rank, size;
+  int architecture = 0;  // 9 for compute capability 9.0
   int nccl_processors = 0;
   ncclComm_t nccl = nullptr;
   cudaStream_t transfers = nullptr;  // copies and collectives

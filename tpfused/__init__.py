@@ -29,7 +29,10 @@ if TYPE_CHECKING:
     from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter as matmul_reduce_scatter
     from tpfused.overlap.tiers import deterministic as deterministic
     from tpfused.overlap.tiers import tier as tier
+    from tpfused.parallel.parallelize import parallelize as parallelize
     from tpfused.random import rank_rng as rank_rng
+    from tpfused.sharded import load_sharded as load_sharded
+    from tpfused.sharded import save_sharded as save_sharded
 
 # Name -> the module that defines it. (The imports above say the same to type checkers, which run no code.)
 _HOME = {
@@ -50,10 +53,13 @@ _HOME = {
     "explain": "tpfused.overlap.explain",
     "full_state_dict": "tpfused.checkpoint",
     "load_full_state_dict": "tpfused.checkpoint",
+    "load_sharded": "tpfused.sharded",
     "matmul_all_gather": "tpfused.overlap.matmul_all_gather",
     "matmul_all_reduce": "tpfused.overlap.matmul_all_reduce",
     "matmul_reduce_scatter": "tpfused.overlap.matmul_reduce_scatter",
+    "parallelize": "tpfused.parallel.parallelize",
     "rank_rng": "tpfused.random",
+    "save_sharded": "tpfused.sharded",
     "set_timeout": "tpfused.overlap.communicator",
     "tier": "tpfused.overlap.tiers",
     "vocab_parallel_cross_entropy": "tpfused.layers.loss",

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfused.packing import Packing
-from tpfused.placement import gather_whole, local, own_part, splits, whole_shape
+from tpfused.placement import gather_whole, local, own_box, own_part, splits, whole_shape
 
 
 @torch.no_grad()
@@ -27,8 +27,8 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
     empty dict.
     """
     state = {}
-    for entry in _entries(model):
-        _save(entry, entry.tensor, entry.names, state)
+    for entry in model_entries(model):
+        save_entry(entry, entry.tensor, entry.names, state)
     return state
 
 
@@ -43,8 +43,8 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         ValueError: names are missing, not the model's, or of another shape (all are listed), or the model is
             on the meta device. Nothing has changed then.
     """
-    entries = list(_entries(model))
-    _check(state, {name: shape for entry in entries for name, shape in entry.shapes().items()})
+    entries = list(model_entries(model))
+    check_state(state, {name: shape for entry in entries for name, shape in entry.shapes().items()})
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     if on_meta:
         raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): call to_empty() first")
@@ -68,7 +68,7 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
         for key, value in optimizer.state.get(entry.tensor, {}).items():
             names = [f"{name}.{key}" for name in entry.names]
             if _shape(value) == _shape(entry.tensor):
-                _save(entry, value, names, state)
+                save_entry(entry, value, names, state)
             elif _shape(value) != ():
                 raise ValueError(
                     f"{names[0]} has shape {_shape(value)}: neither a single number nor its parameter's "
@@ -107,7 +107,7 @@ def load_full_optimizer_state(
         for key in keys:
             number = _shape(state.get(f"{entry.names[0]}.{key}", entry.tensor)) == ()
             expected |= {f"{name}.{key}": () if number else shape for name, shape in entry.shapes().items()}
-    _check(state, expected)
+    check_state(state, expected)
 
     restored = {}
     for index, (entry, keys) in enumerate(slots):
@@ -123,7 +123,7 @@ def load_full_optimizer_state(
     optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
 
 
-class _Entry(NamedTuple):
+class Entry(NamedTuple):
     """A parameter or buffer of this rank, and what it is called in a checkpoint."""
 
     names: tuple[str, ...]  # of each of the tensors packed in it; one where it is not packed
@@ -136,13 +136,18 @@ class _Entry(NamedTuple):
     def pack(self, wholes: list[Tensor]) -> Tensor:
         return wholes[0] if self.packing is None else self.packing.pack(wholes)
 
+    def read(self, sources: list[Tensor]) -> Tensor:
+        """This rank's part, from the whole tensors of `names` or what is sliced like them: no more of them is read."""
+        box = own_box(whole_shape(self.tensor), splits(self.tensor))
+        return sources[0][box] if self.packing is None else self.packing.read(sources, box)
+
     def shapes(self) -> dict[str, tuple[int, ...]]:
         wholes = self.unpack(torch.empty(whole_shape(self.tensor), device="meta"))
         return {name: _shape(whole) for name, whole in zip(self.names, wholes, strict=True)}
 
 
-def _entries(model: nn.Module) -> Iterator[_Entry]:
-    """In the same order on every rank; tied ones once."""
+def model_entries(model: nn.Module, *, tied_again: bool = False) -> Iterator[Entry]:
+    """In the same order on every rank; a tied one once, under its first name, or under each (`tied_again`)."""
     packed = {}  # path of a packed child -> its packing and the paths of what it holds
     seen = set()
     for path, module in _walk(model, ()):
@@ -151,12 +156,12 @@ def _entries(model: nn.Module) -> Iterator[_Entry]:
             raise ValueError(f"{'.'.join((*path, hidden[0]))} is parametrized or pruned; make that permanent first")
         for child, packing in getattr(module, "packed_children", {}).items():
             packed[*path, child] = packing, [(*path, name) for name in packing.names]
-        packing, paths = packed.get(path, (None, [path]))
+        packing, paths = packed.get(path, (getattr(module, "stored_as", None), [path]))
         persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (module._parameters | persistent).items():
-            if tensor is not None and id(tensor) not in seen:
+            if tensor is not None and (tied_again or id(tensor) not in seen):
                 seen.add(id(tensor))
-                yield _Entry(tuple(".".join((*path, name)) for path in paths), tensor, packing)
+                yield Entry(tuple(".".join((*path, name)) for path in paths), tensor, packing)
 
 
 def _walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
@@ -171,9 +176,9 @@ def _walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
         yield from _walk(child, path if wrapped else (*path, name))
 
 
-def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[_Entry]]:
+def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Entry]]:
     """The entries of the optimizer's parameters, by group, in its order."""
-    entries = {id(entry.tensor): entry for entry in _entries(model)}
+    entries = {id(entry.tensor): entry for entry in model_entries(model)}
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unknown = sum(id(param) not in entries for param in params)
     if unknown:
@@ -181,14 +186,14 @@ def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
     return [[entries[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def _save(entry: _Entry, part: Tensor, names: Iterable[str], state: dict) -> None:
+def save_entry(entry: Entry, part: Tensor, names: Iterable[str], state: dict) -> None:
     """Put `part`, which is split as the entry's tensor is, whole into `state`. Collective."""
     whole = gather_whole(local(part), splits(entry.tensor))
     if _keeps_result():
         state.update(zip(names, map(_copy_on_cpu, entry.unpack(whole)), strict=True))
 
 
-def _load(entry: _Entry, part: Tensor, wholes: list[Tensor]) -> None:
+def _load(entry: Entry, part: Tensor, wholes: list[Tensor]) -> None:
     """Fill `part`, which is split as the entry's tensor is, in place."""
     local(part).copy_(own_part(entry.pack(wholes), splits(entry.tensor)))
 
@@ -208,7 +213,7 @@ def _shape(value: object) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
 
 
-def _check(state: Mapping[str, object], expected: dict[str, tuple[int, ...]]) -> None:
+def check_state(state: Mapping[str, object], expected: dict[str, tuple[int, ...]]) -> None:
     """Raise one ValueError that lists every way in which `state` is not what is expected."""
     missing = [f"{name} {shape}" for name, shape in expected.items() if name not in state]
     extra = [name for name in state if name not in expected]

@@ -160,17 +160,26 @@ def replica_mesh(group: TPGroup) -> DeviceMesh:
     """
     key = (group.process_group, group.replicas)
     if key not in _REPLICA_MESHES:
-        if group.mesh.mesh_dim_names is None:
-            raise ValueError(
-                f"{group.size} key-value heads on {group.size * group.replicas} ranks need a mesh whose dimension has "
-                f'a name, as in init_device_mesh(..., mesh_dim_names=("tp",)): only such a mesh can be reshaped'
-            )
+        check_reshapable(group.mesh, group.size)
         (name,) = group.mesh.mesh_dim_names
         # Unflattened, not made anew: FSDP2 wants all meshes to have one root.
         _REPLICA_MESHES[key] = group.mesh._unflatten(
             0, (group.size, group.replicas), (f"{name}_shard", f"{name}_replica")
         )
     return _REPLICA_MESHES[key]
+
+
+def check_reshapable(mesh: DeviceMesh, kv_heads: int) -> None:
+    """Refuse a mesh that `replica_mesh` could not reshape for so many key-value heads.
+
+    Raises:
+        ValueError: its dimension has no name.
+    """
+    if mesh.mesh_dim_names is None:
+        raise ValueError(
+            f"{kv_heads} key-value heads on {mesh.size()} ranks need a mesh whose dimension has a name, as in "
+            f'init_device_mesh(..., mesh_dim_names=("tp",)): only such a mesh can be reshaped'
+        )
 
 
 _REPLICA_MESHES: dict[tuple[dist.ProcessGroup, int], DeviceMesh] = {}

@@ -11,6 +11,7 @@ counts).
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import ClassVar, Protocol
 
 import torch
@@ -82,9 +83,32 @@ class Packing(Protocol):
     def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
         """The packed tensor -> full tensors in the order of `names`."""
 
+    def read(self, sources: Sequence[Tensor], box: tuple[slice, ...]) -> Tensor:
+        """The part `box` of the packed tensor, from slices of the full ones: tensors, or what is sliced like them."""
+
+
+class _PackedRows:
+    """`read` where packing moves whole rows."""
+
+    def read(self, sources: Sequence[Tensor], box: tuple[slice, ...]) -> Tensor:
+        ends = list(accumulate(source.shape[0] for source in sources))
+        starts = [0, *ends[:-1]]
+        came_from = [torch.arange(start, end) for start, end in zip(starts, ends, strict=True)]
+        rows, columns = self.pack(came_from)[box[0]], box[1:]
+        out = None
+        for source, start, end in zip(sources, starts, ends, strict=True):
+            here = (rows >= start) & (rows < end)
+            own = rows[here] - start
+            # What is packed one after the other comes one after the other from each source: a slice of it.
+            first, last = (own.min().item(), own.max().item()) if own.numel() else (0, -1)
+            part = source[(slice(first, last + 1), *columns)]
+            out = part.new_empty(len(rows), *part.shape[1:]) if out is None else out
+            out[here] = part
+        return out
+
 
 @dataclass(frozen=True)
-class QKVPacking:
+class QKVPacking(_PackedRows):
     """`pack_qkv` with the full model's head counts."""
 
     num_heads: int
@@ -99,7 +123,7 @@ class QKVPacking:
 
 
 @dataclass(frozen=True)
-class GateUpPacking:
+class GateUpPacking(_PackedRows):
     """`pack_gate_up` as a `Packing`."""
 
     names: ClassVar[tuple[str, ...]] = ("gate", "up")
@@ -109,6 +133,38 @@ class GateUpPacking:
 
     def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
         return unpack_gate_up(packed)
+
+
+@dataclass(frozen=True)
+class StackedPacking:
+    """`parts` equal projections one after the other along dimension `dim`, the first or the last: a dimension of their
+    own for them. One tensor under one name: ``[parts * n, ...]`` -> ``[parts, n, ...]``.
+    """
+
+    parts: int
+    dim: int
+    names: ClassVar[tuple[str, ...]] = ()  # the packed one's own
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        return tensors[0].unflatten(self.dim, (self.parts, -1))
+
+    def unpack(self, packed: Tensor) -> tuple[Tensor, ...]:
+        first = 0 if self.dim == 0 else packed.ndim - 2
+        return (packed.flatten(first, first + 1),)
+
+    def read(self, sources: Sequence[Tensor], box: tuple[slice, ...]) -> Tensor:
+        source, first = sources[0], 0 if self.dim == 0 else len(box) - 2
+        parts, within = box[first : first + 2]
+        each = source.shape[first] // self.parts
+        out = None
+        for part in range(parts.start, parts.stop) or [0]:  # one even of none, for its dtype
+            rows = slice(part * each + within.start, part * each + within.stop)
+            read = source[(*box[:first], rows, *box[first + 2 :])]
+            shape = [*read.shape[:first], parts.stop - parts.start, *read.shape[first:]]
+            out = read.new_empty(shape) if out is None else out
+            if part < parts.stop:
+                out.select(first, part - parts.start).copy_(read)
+        return out
 
 
 def _queries_per_group(num_heads: int, num_kv_heads: int) -> int:

@@ -207,6 +207,11 @@ def new_whole_bias(whole_weight: Tensor, init_method: Callable[[Tensor], object]
     return bias
 
 
+def empty_on(param: nn.Parameter, device: torch.device | str) -> nn.Parameter:
+    """An uninitialised parameter like this one, a DTensor or not, on another device (off the meta device, say)."""
+    return nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+
+
 def check_size(size: int, what: str) -> None:
     if not isinstance(size, int) or isinstance(size, bool):
         raise TypeError(f"{what} must be an integer, not {type(size).__name__} {size!r}")

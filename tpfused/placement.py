@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tpfused.collectives import gather_from_group, own_slice
 from tpfused.group import TPGroup
-from tpfused.sharding import shard_size
+from tpfused.sharding import shard_range, shard_size
 
 
 class ShardInfo(NamedTuple):
@@ -32,16 +32,19 @@ def shard_info(param: Tensor) -> ShardInfo | None:
 
 def local(param: Tensor | None) -> Tensor | None:
     """What this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
-    if torch.compiler.is_compiling():
-        return _compiled_local(param)
-    return _ToLocal.apply(param) if hasattr(param, "to_local") else param
+    if not is_dtensor(param):
+        return param
+    if torch.compiler.is_compiling():  # which lays gradients out itself, and cannot trace the other
+        return param.to_local(grad_placements=param.placements)
+    return _ToLocal.apply(param)
 
 
-def _compiled_local(param: Tensor | None) -> Tensor | None:
-    """torch.compile traces `DTensor.to_local`, not `_ToLocal`, and sees no attributes of a DTensor's own."""
-    from torch.distributed.tensor import DTensor
+def is_dtensor(tensor: object) -> bool:
+    if not torch.compiler.is_compiling():
+        return hasattr(tensor, "to_local")
+    from torch.distributed.tensor import DTensor  # whose attributes hasattr does not find there
 
-    return param.to_local(grad_placements=param.placements) if isinstance(param, DTensor) else param
+    return isinstance(tensor, DTensor)
 
 
 class _ToLocal(torch.autograd.Function):
@@ -89,6 +92,16 @@ def splits(param: Tensor) -> list[ShardInfo]:
         found.append(ShardInfo(dim, sizes[dim], group))
         sizes[dim] = shard_size(sizes[dim], group.size, group.rank)
     return found
+
+
+def own_box(shape: Sequence[int], made_by: Sequence[ShardInfo]) -> tuple[slice, ...]:
+    """Where in a whole of this `shape` this rank's local part lies: ``whole[own_box]`` is `own_part` of it."""
+    box = [slice(0, size) for size in shape]
+    for dim, _, group in made_by:
+        first, last = box[dim].start, box[dim].stop
+        start, stop = shard_range(last - first, group.size, group.rank)
+        box[dim] = slice(first + start, first + stop)
+    return tuple(box)
 
 
 def whole_shape(param: Tensor) -> torch.Size:

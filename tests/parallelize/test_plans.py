@@ -1,0 +1,352 @@
+"""Plans for models of one's own, dropout, and everything that is refused."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.distributed.tensor.parallel import parallelize_module
+
+import tpfused
+from tests.compare import assert_close, refuses
+from tests.parallelize.models import build, whole
+from tpfused.parallel.styles import Style
+
+split = pytest.mark.parametrize("tp", [2, 4], indirect=True)
+HEADS, KV_HEADS, WIDTH = 4, 2, 6
+
+
+class Attention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.num_heads, self.num_key_value_heads = HEADS, KV_HEADS
+        self.q = nn.Linear(20, HEADS * WIDTH)
+        self.k = nn.Linear(20, KV_HEADS * WIDTH)
+        self.v = nn.Linear(20, KV_HEADS * WIDTH, bias=False)
+        self.norm = nn.LayerNorm(WIDTH)
+        self.out = nn.Linear(HEADS * WIDTH, 20)
+
+    def forward(self, x):
+        q, k, v = (
+            layer(x).unflatten(-1, (heads, WIDTH)).transpose(1, 2)
+            for layer, heads in ((self.q, self.num_heads), (self.k, self.num_key_value_heads))
+            + ((self.v, self.num_key_value_heads),)
+        )
+        out = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, enable_gqa=True)
+        return self.out(out.transpose(1, 2).flatten(2))
+
+
+class FusedAttention(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.n_head = HEADS
+        self.qkv = nn.Linear(20, 3 * HEADS * WIDTH)
+        self.out = nn.Linear(HEADS * WIDTH, 20, bias=False)
+
+    def forward(self, x):
+        q, k, v = (part.unflatten(-1, (self.n_head, WIDTH)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class GatedMLP(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate_up = nn.Linear(20, 2 * 28)
+        self.down = nn.Linear(28, 20)
+
+    def forward(self, x):
+        gate, up = self.gate_up(x).chunk(2, -1)
+        return self.down(F.silu(gate) * up)
+
+
+class Model(nn.Module):
+    """All styles, a bare parameter, a parameter that gets no gradient, and a tied table."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = nn.Embedding(37, 20, padding_idx=3)
+        self.scale = nn.Parameter(torch.randn(20))
+        self.layers = nn.ModuleList([Attention(), FusedAttention(), GatedMLP()])
+        self.norm = nn.LayerNorm(20)
+        self.extra = nn.Linear(20, 20)
+        self.frozen = nn.Linear(20, 20).requires_grad_(False)
+        self.head = nn.Linear(20, 37, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, ids):
+        x = self.embed(ids) * self.scale
+        for layer in self.layers:
+            x = x + layer(self.norm(x))
+        return self.head(self.extra(x) + self.frozen(x))
+
+
+PLAN = {
+    "embed": "vocab_embedding",
+    "layers.0": "attention",
+    "layers.1": "attention",
+    "layers.*.q": "colwise",
+    "layers.*.[kv]": "colwise_kv",
+    "layers.0.norm": "replicate_sum",
+    "layers.*.qkv": "fused_qkv",
+    "*.out": "rowwise",
+    "gate_up": "fused_gate_up",
+    "layers.*.down": "rowwise",
+    "extra": "colwise_gather",
+    "head": "colwise_gather",
+}
+
+
+def dense_model(ctx, tp, seed) -> Model:
+    torch.manual_seed(seed + ctx.rank // tp)
+    return Model().to(ctx.device, torch.float64)
+
+
+def check_custom(ctx, tp, seed):
+    dense, model = dense_model(ctx, tp, seed), dense_model(ctx, tp, seed)
+    names = list(model.state_dict())
+    assert tpfused.parallelize(model, ctx.mesh(tp), PLAN) is model
+    assert list(model.state_dict()) == names
+    check_same(ctx, dense, model)
+
+
+def check_same(ctx, dense, model):
+    ids = torch.randint(37, (2, 7), device=ctx.device)
+    grad = torch.randn(2, 7, 37, dtype=torch.float64, device=ctx.device)
+    expected, actual = dense(ids), model(ids)
+    assert_close(actual, expected, "the output")
+    expected.backward(grad)
+    actual.backward(grad)
+    found = dict(model.named_parameters())
+    for name, param in dense.named_parameters():
+        if param.grad is None:
+            assert found[name].grad is None and not found[name].requires_grad
+        else:
+            assert_close(whole(found[name].grad, param), param.grad, f"the gradient of {name}")
+    norms = [tpfused.clip_grad_norm_(m.parameters(), 1.0) for m in (dense, model)]
+    assert_close(norms[1], norms[0], "the norm")
+
+
+@split
+def test_a_plan_for_ones_own_model(workers, tp, seed):
+    workers.run(check_custom, tp, seed)
+
+
+def check_torch_styles(ctx, tp, seed):
+    """The same through torch's own entry point, and only what has a style becomes a DTensor."""
+    dense, model = dense_model(ctx, tp, seed), dense_model(ctx, tp, seed)
+    heads = {"num_heads": HEADS, "num_key_value_heads": KV_HEADS}
+    plan = {"embed": "vocab_embedding", "layers.0": "attention", "layers.1": "attention", "layers.0.q": "colwise"}
+    plan |= {"layers.0.k": "colwise_kv", "layers.0.v": "colwise_kv", "layers.0.norm": "replicate_sum"}
+    plan |= {"layers.*.out": "rowwise", "layers.1.qkv": "fused_qkv", "layers.2.gate_up": "fused_gate_up"}
+    plan |= {"layers.2.down": "rowwise", "head": "colwise_gather"}
+    # The module itself after what it holds: each attention's head counts are looked at for its projections first.
+    styles = {name: Style(style, **heads if style == "colwise_kv" else {}) for name, style in plan.items()}
+    own = [name for name in plan if plan[name] == "attention"]
+    styles["layers.1.qkv"] = Style("fused_qkv", num_heads=HEADS)
+    assert parallelize_module(model, ctx.mesh(tp), {n: s for n, s in styles.items() if n not in own}) is model
+    parallelize_module(model, ctx.mesh(tp), {n: styles[n] for n in own})
+    assert model.head.weight is model.embed.weight and not hasattr(model.norm.weight, "placements")
+    ids = torch.randint(37, (2, 7), device=ctx.device)
+    expected, actual = dense(ids), model(ids)
+    assert_close(actual, expected, "the output")
+    expected.square().mean().backward()
+    actual.square().mean().backward()
+    found = dict(model.named_parameters())
+    for name, param in dense.named_parameters():
+        if param.grad is not None:
+            grad = found[name].grad
+            assert_close(whole(grad, param) if hasattr(grad, "full_tensor") else grad, param.grad, name)
+    with refuses(ValueError, "colwize", "rowwise"):
+        Style("colwize")
+    with refuses(ValueError, "Embedding", "colwise"):
+        parallelize_module(dense, ctx.mesh(tp), {"embed": Style("colwise")})
+
+
+def check_compiled(ctx, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.LayerNorm(20), Attention()).to(ctx.device, torch.float64)
+    plan = {"1": "attention", "q": "colwise", "k": "colwise_kv", "v": "colwise_kv", "1.norm": "replicate_sum"}
+    tpfused.parallelize(model, ctx.mesh(ctx.world), plan | {"out": "rowwise"})
+    x = torch.randn(2, 7, 20, dtype=torch.float64, device=ctx.device)
+    results = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        out = call(x)
+        out.square().mean().backward()
+        assert all(p.grad.placements == p.placements for p in model.parameters())
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        results.append({"out": out.detach(), **grads})
+    for name, value in results[0].items():
+        assert_close(results[1][name], value, f"{name}, compiled")
+
+
+def test_torch_compile(workers, seed):
+    workers.run(check_compiled, seed)
+
+
+@split
+def test_styles_for_torchs_parallelize_module(workers, tp, seed):
+    workers.run(check_torch_styles, tp, seed)
+
+
+class Dropouts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 32)
+        self.inside, self.outside = nn.Dropout(0.5), nn.Dropout(0.5)
+
+    def forward(self, x):
+        self.part = self.inside(torch.ones_like(self.up(x)))
+        return self.outside(torch.ones_like(self.down(self.part)))
+
+
+def check_dropout(ctx, tp, seed):
+    torch.manual_seed(seed)
+    model = nn.Sequential(Dropouts()).to(ctx.device)
+    tpfused.parallelize(model, ctx.mesh(tp), {"up": "colwise", "down": "rowwise"})
+    torch.manual_seed(seed)
+    x = torch.randn(16, 8, device=ctx.device)
+    out = [model(x) for _ in range(2)]
+    result = model[0].part.detach().cpu(), [o.detach().cpu() for o in out], torch.rand(3, device=ctx.device).cpu()
+    model[0].inside = None  # fails with the region open
+    with pytest.raises(TypeError):
+        model(x)
+    return result, torch.rand(3, device=ctx.device).cpu()
+
+
+@split
+def test_ranks_draw_dropout_apart_inside_and_alike_outside(workers, tp, seed):
+    (first, after), (second, after_second) = workers.run(check_dropout, tp, seed)[:2]
+    assert not torch.equal(first[0][:, : 32 // tp], second[0][:, : 32 // tp])
+    assert 0.2 < (first[0] == 0).float().mean() < 0.8
+    assert all(torch.equal(a, b) for a, b in zip(first[1], second[1], strict=True))
+    assert not torch.equal(first[1][0], first[1][1])
+    assert torch.equal(first[2], second[2]) and torch.equal(after, after_second)
+
+
+def check_refusals(ctx, seed):
+    mesh = ctx.mesh(4)
+
+    def split(model, plan="auto", over=mesh):
+        return tpfused.parallelize(model, over, plan)
+
+    with refuses(ValueError, "one-dimensional", 'mesh["tp"]', (1, 4)):
+        split(Model(), PLAN, ctx.grid(4))
+    with refuses(TypeError, "DeviceMesh", "int"):
+        split(Model(), PLAN, 4)
+    with refuses(TypeError, "init_device_mesh"):
+        split(Model(), PLAN, None)
+    with refuses(TypeError, "automatic"):
+        split(Model(), "automatic")
+    with refuses(ValueError, "colwize", "colwise_gather"):
+        split(Model(), {"extra": "colwize"})
+    with refuses(ValueError, "layers.*.gateup", "gate_up", "Model"):
+        split(Model(), {**PLAN, "layers.*.gateup": "colwise"})
+    with refuses(ValueError, "layers.1.out", "rowwise", "colwise"):
+        split(Model(), {**PLAN, "layers.1.o*": "colwise"})
+    with refuses(ValueError, "norm", "LayerNorm", "colwise"):
+        split(Model(), {"norm": "colwise"})
+    with refuses(ValueError, "vocab_head", "loss_function", "cross_entropy"):
+        split(Model(), {**PLAN, "head": "vocab_head"})
+    with refuses(ValueError, "embed is 'vocab_embedding'", "head is 'replicate'"):
+        split(Model(), {key: PLAN[key] for key in ("embed",)})
+    with refuses(ValueError, "ParallelTransformer", "mesh="):
+        config = tpfused.TransformerConfig(37, 8, 1, 4, 16, 16)
+        split(tpfused.ParallelTransformer(config, group=tpfused.group.TPGroup(None, 0, 1)))
+    odd = Model()
+    odd.layers[2].gate_up = nn.Linear(20, 61)
+    with refuses(ValueError, 61, 8, "gate_up"):
+        split(odd, PLAN)
+    odd = Model()
+    odd.layers[1].n_head = 6
+    with refuses(ValueError, "layers.1", 6, 4, "1, 2, 3, 6"):
+        split(odd, PLAN)
+    changed = Model()
+    changed.embed = nn.Embedding(37, 20, max_norm=1.0)
+    with refuses(ValueError, "max_norm"):
+        split(changed, {"embed": "vocab_embedding"})
+    with refuses(ValueError, "0", "torch.nn.LSTM"):
+        split(nn.Sequential(nn.LSTM(4, 4)), {})
+    with refuses(ValueError, "extra", "parametrized"):
+        odd = Model()
+        nn.utils.parametrizations.weight_norm(odd.extra)
+        odd.extra.__class__.forward = nn.Linear.forward
+        split(odd, {"extra": "colwise_gather"})
+    nameless = torch.distributed.device_mesh.DeviceMesh.from_group(ctx.group(4), ctx.device.type)
+    with refuses(ValueError, "2 key-value heads on 4 ranks", "mesh_dim_names"):
+        split(Model(), PLAN, nameless)
+
+
+def test_what_is_refused(workers, seed):
+    workers.run(_on_four, check_refusals, seed)
+
+
+def _on_four(ctx, check, seed):
+    torch.manual_seed(seed)
+    if ctx.world == 4:
+        check(ctx, seed)
+
+
+def check_transformers_refusals(ctx, seed):
+    import transformers
+
+    mesh = ctx.mesh(4)
+    with refuses(ValueError, "12 attention heads", "3 key-value heads", "4 tensor-parallel", "1, 3, 6, 12"):
+        tpfused.parallelize(build("llama", hidden_size=48, num_attention_heads=12, num_key_value_heads=3), mesh)
+    with refuses(ValueError, "6 attention heads", "1, 2, 3, 6"):
+        tpfused.parallelize(build("gpt2", n_embd=24, n_head=6), mesh)
+    sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
+    unknown = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, intermediate_size=16))
+    with refuses(ValueError, "GPTNeoXForCausalLM", "gpt_neox", "llama, mistral") as _:
+        tpfused.parallelize(unknown, mesh)
+    crossed = build("gpt2", add_cross_attention=True)
+    with refuses(ValueError, "transformer.h.*.crossattention.q_attn: Conv1D"):
+        tpfused.parallelize(crossed, mesh)
+    model = tpfused.parallelize(build("bert"), mesh)
+    with refuses(ValueError, "already"):
+        tpfused.parallelize(model, mesh)
+
+
+def test_what_is_refused_of_transformers(workers, seed):
+    pytest.importorskip("transformers")
+    workers.run(_on_four, check_transformers_refusals, seed)
+
+
+def check_shown_plan(ctx, seed):
+    """The plan that the error shows is one to start from: it is right as it stands."""
+    import transformers
+
+    sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    dense, model = (
+        (torch.manual_seed(seed), transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes)).eval())[1]
+        for _ in range(2)
+    )
+    try:
+        tpfused.parallelize(model, ctx.mesh(4))
+        raise AssertionError("an unknown architecture was taken")
+    except ValueError as error:
+        plan = eval(str(error).partition("plan = ")[2])
+    assert "gpt_neox.layers.*.attention.query_key_value" in plan
+    tpfused.parallelize(model, ctx.mesh(4), plan)
+    ids = torch.randint(37, (2, 7))
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
+
+
+def test_the_plan_that_the_error_shows_works(workers, seed):
+    pytest.importorskip("transformers")
+    if workers.device == "cpu":
+        workers.run(_on_four, check_shown_plan, seed)
+
+
+def check_different(ctx, seed):
+    if ctx.world < 2:
+        return
+    torch.manual_seed(seed + ctx.rank)
+    model = Model().to(ctx.device)
+    names = list(model.state_dict())
+    with pytest.raises(ValueError, match="differ between the ranks.*one seed"):
+        tpfused.parallelize(model, ctx.mesh(ctx.world), {"extra": "colwise_gather"})
+    assert not any(hasattr(p, "placements") for p in model.parameters()) and list(model.state_dict()) == names
+
+
+def test_weights_that_differ_between_ranks(workers, seed):
+    workers.run(check_different, seed)

@@ -1,0 +1,335 @@
+"""Checkpoints by slices: into models on the meta device and real ones, between degrees, and what does not fit."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.fsdp import fully_shard
+
+import tpfused
+from tests.compare import refuses
+from tests.parallelize.models import build, random_ids, whole
+from tpfused import sharded
+
+pytest.importorskip("transformers")
+from safetensors import safe_open  # noqa: E402
+from safetensors.torch import load_file, save_file  # noqa: E402
+
+split = pytest.mark.parametrize("tp", [2, 4], indirect=True)
+MODELS = ["llama", "qwen3", "gpt2", "bert"]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Checkpoints as transformers writes them, in several files, one for each model of `MODELS`."""
+    torch.manual_seed(11)
+    for name in MODELS:
+        build(name).save_pretrained(tmp_path / name, max_shard_size="20KB")
+        assert (tmp_path / name / sharded.INDEX).exists()
+    return tmp_path
+
+
+def on_meta(ctx, tp, name):
+    with torch.device("meta"):
+        model = build(name)
+    return tpfused.parallelize(model, ctx.mesh(tp)).eval()
+
+
+def stored(path: Path) -> dict:
+    return {key: value for file in path.glob("*.safetensors") for key, value in load_file(file).items()}
+
+
+def digest(state: dict) -> str:
+    """A checksum of names, shapes and bits."""
+    whole = hashlib.sha256()
+    for name in sorted(state):
+        whole.update(f"{name} {tuple(state[name].shape)}".encode())
+        whole.update(state[name].contiguous().numpy().tobytes())
+    return whole.hexdigest()
+
+
+def check_load(ctx, tp, folder, name):
+    """Each rank reads its slices and no more; put together they are the file's bits; the logits are the dense ones."""
+    import transformers
+
+    path = folder / name
+    model, read = on_meta(ctx, tp, name), []
+    original = sharded.StoredTensor.__getitem__
+
+    def counted(self, box):
+        part = original(self, box)
+        read.append(part.nbytes)
+        return part
+
+    sharded.StoredTensor.__getitem__ = counted
+    try:
+        tpfused.load_sharded(model, path)
+    finally:
+        sharded.StoredTensor.__getitem__ = original
+    parts = {id(p): p.to_local() for p in model.parameters()}
+    own = sum(part.nbytes for part in parts.values())
+    assert sum(read) <= 1.2 * own, (sum(read), own)
+    assert max(read) <= max(part.nbytes for part in parts.values())
+    assert all(p.to_local().device.type == ctx.device.type for p in model.parameters())
+
+    file = stored(path)
+    names = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name in file}
+    assert names.keys() == file.keys()
+    assert digest({name: whole(p.detach(), file[name]).cpu() for name, p in names.items()}) == digest(file)
+    if model.config.tie_word_embeddings:
+        assert model.get_input_embeddings().weight is model.get_output_embeddings().weight
+
+    dense = getattr(transformers, type(model).__name__).from_pretrained(path).to(ctx.device).eval()
+    torch.manual_seed(3)
+    ids, mask = random_ids(dense, ctx.device)
+    with torch.no_grad():
+        expected, actual = (m(ids, attention_mask=mask).logits for m in (dense, model))
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+
+
+@split
+@pytest.mark.parametrize("name", MODELS)
+def test_loads_its_slices_into_a_model_on_meta(workers, tp, folder, name):
+    workers.run(check_load, tp, folder, name)
+
+
+def check_save(ctx, folder, out, name):
+    """Saved on all ranks, loaded at every other degree, and by transformers: the same bits all the way."""
+    import transformers
+
+    model = on_meta(ctx, ctx.world, name)
+    tpfused.load_sharded(model, folder / name)
+    tpfused.save_sharded(model, out, max_file_bytes=30_000)
+    index = json.loads((out / sharded.INDEX).read_text())["weight_map"]
+    assert len(set(index.values())) > 1 and set(index.values()) == {p.name for p in out.glob("*.safetensors")}
+    expected = stored(folder / name)
+    assert digest(stored(out)) == digest(expected)
+    again = on_meta(ctx, max(1, ctx.world // 2), name)
+    tpfused.load_sharded(again, out)
+    state = tpfused.full_state_dict(again)
+    if dist.get_rank() == 0:
+        assert digest({key: state[key] for key in expected}) == digest(expected)
+        plain = getattr(transformers, type(model).__name__).from_pretrained(out)
+        assert digest({key: plain.state_dict()[key] for key in expected}) == digest(expected)
+    dist.barrier()
+    tpfused.save_sharded(again, out)  # in one file: those of the first save are gone
+    assert [p.name for p in out.glob("model*")] == [sharded.SINGLE] and digest(stored(out)) == digest(expected)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_saves_what_transformers_and_other_degrees_load(workers, folder, tmp_path, name):
+    workers.run(check_save, folder, tmp_path / "out", name)
+
+
+def check_distributed_checkpoint(ctx, folder, out, name):
+    torch.manual_seed(5)
+    model = on_meta(ctx, ctx.world, name)
+    tpfused.load_sharded(model, folder / name)
+    dcp.save(model.state_dict(), checkpoint_id=out)
+    again = tpfused.parallelize(build(name).to(ctx.device), ctx.mesh(max(1, ctx.world // 2)))
+    state = again.state_dict()
+    dcp.load(state, checkpoint_id=out)
+    again.load_state_dict(state)
+    first, second = tpfused.full_state_dict(model), tpfused.full_state_dict(again)
+    assert digest(first) == digest(second)
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_torchs_distributed_checkpoints_between_degrees(workers, folder, tmp_path, name):
+    workers.run(check_distributed_checkpoint, folder, tmp_path / "dcp", name)
+
+
+def check_fully_sharded(ctx, folder, name):
+    """FSDP2 splits the parts again: of GPT-2's packed bias, some ranks get nothing."""
+    tp = max(1, ctx.world // 2)
+    model = on_meta(ctx, tp, name)
+    fully_shard(model, mesh=ctx.grid(tp)["dp"])
+    tpfused.load_sharded(model, folder / name)
+    state = tpfused.full_state_dict(model)
+    if dist.get_rank() == 0:
+        expected = stored(folder / name)
+        assert digest({key: state[key] for key in expected}) == digest(expected)
+    ids = torch.full((2, 4), 5, device=ctx.device)
+    model(ids, labels=ids).loss.backward()
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_loads_a_fully_sharded_model(workers, folder, name):
+    workers.run(check_fully_sharded, folder, name)
+
+
+def check_own_model(ctx, tp, mode, out):
+    """A `ParallelTransformer`: its packed weights are read from their parts."""
+    config = tpfused.TransformerConfig.llama(
+        vocab_size=37, hidden_size=16, num_layers=1, num_heads=4, num_kv_heads=2, ffn_size=28, max_positions=8
+    )
+    place = {"mesh": ctx.mesh(tp)} if mode == "mesh" else {"group": ctx.group(tp)}
+    torch.manual_seed(1)
+    model = tpfused.ParallelTransformer(config, device=ctx.device, **place)
+    tpfused.save_sharded(model, out)
+    with torch.device("meta"):
+        empty = tpfused.ParallelTransformer(config, **place, device="meta")
+    tpfused.load_sharded(empty, out, device=ctx.device)
+    for (name, a), b in zip(model.named_parameters(), empty.parameters(), strict=True):
+        a, b = (p.to_local() if hasattr(p, "to_local") else p for p in (a, b))
+        assert torch.equal(a, b), name
+    first, second = tpfused.full_state_dict(model), tpfused.full_state_dict(empty)  # plain parts know their whole
+    assert digest(first) == digest(second)
+
+
+@split
+@pytest.mark.parametrize("mode", ["mesh", "group"])
+def test_packed_weights_of_the_packages_own_model(workers, tp, mode, tmp_path):
+    workers.run(check_own_model, tp, mode, tmp_path / "own")
+
+
+def check_misfits(ctx, folder):
+    model = on_meta(ctx, ctx.world, "gpt2")
+    told = ["4 tensors missing, 2 extra, 2 of another shape"]
+    told += ["missing: transformer.h.1.mlp.c_fc.weight (32, 54)", "missing: transformer.ln_f.bias"]
+    told += ["extra: odd.one", "extra: odd.two", "transformer.wpe.weight (32, 31), not (32, 32)"]
+    told += ["transformer.h.0.attn.c_attn.weight (32, 95), not (32, 96)"]
+    with refuses(ValueError, *told):
+        tpfused.load_sharded(model, folder / "misfit.safetensors")
+    assert all(p.is_meta for p in model.parameters())
+    with pytest.raises(FileNotFoundError, match=re.escape(str(folder / "nowhere"))):
+        tpfused.load_sharded(model, folder / "nowhere")
+    empty = folder / "llama" / "empty"
+    empty.mkdir(exist_ok=True)
+    with pytest.raises(FileNotFoundError, match="safetensors"):
+        tpfused.load_sharded(model, empty)
+
+
+def test_all_that_does_not_fit_is_named(workers, folder):
+    state = stored(folder / "gpt2")
+    for name in ("transformer.h.1.mlp.c_fc.weight", "transformer.h.0.ln_1.weight", "transformer.ln_f.bias"):
+        del state[name]
+    del state["transformer.h.1.ln_2.weight"]
+    state |= {"odd.one": torch.zeros(2), "odd.two": torch.zeros(3)}
+    state["transformer.wpe.weight"] = torch.zeros(32, 31)
+    state["transformer.h.0.attn.c_attn.weight"] = torch.zeros(32, 95)
+    save_file(state, folder / "misfit.safetensors")
+    workers.run(check_misfits, folder)
+
+
+def check_names(ctx, path, name):
+    model = on_meta(ctx, ctx.world, name)
+    tpfused.load_sharded(model, path)
+    return digest(tpfused.full_state_dict(model)) if ctx.rank == 0 else tpfused.full_state_dict(model) and None
+
+
+def test_names_as_published_checkpoints_have_them(workers, folder):
+    """GPT-2's, without the prefix and with masks; a tied table under the head's name, or under both."""
+    expected = workers.run(check_names, folder / "gpt2", "gpt2")[0]
+    state = {key.removeprefix("transformer."): value for key, value in stored(folder / "gpt2").items()}
+    published = folder / "published.safetensors"
+    save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, published)
+    assert workers.run(check_names, published, "gpt2")[0] == expected
+    save_file(state | {"lm_head.weight": state["wte.weight"].clone()}, published)
+    assert workers.run(check_names, published, "gpt2")[0] == expected
+    state["lm_head.weight"] = state.pop("wte.weight")
+    save_file(state, published)
+    assert workers.run(check_names, published, "gpt2")[0] == expected
+
+
+class Rotary(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.proj = torch.nn.Linear(4, 4)
+        self.register_buffer("angles", torch.arange(4.0), persistent=False)
+
+
+def check_lost_buffer(ctx, path):
+    with torch.device("meta"):
+        model = torch.nn.Sequential(Rotary())
+    tpfused.parallelize(model, ctx.mesh(ctx.world), {"proj": "colwise"})
+    for _ in range(2):
+        with refuses(ValueError, "0.angles", "parameters only"):
+            tpfused.load_sharded(model, path)
+        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
+
+
+def test_buffers_that_nothing_computes(workers, tmp_path):
+    save_file({"0.proj.weight": torch.zeros(4, 4), "0.proj.bias": torch.zeros(4)}, tmp_path / "model.safetensors")
+    workers.run(check_lost_buffer, tmp_path)
+
+
+def check_transformers_loads(ctx, folder, name):
+    """Transformers' own `from_pretrained` loads the shards, and this package's layers compute."""
+    import transformers
+    from transformers.distributed.configuration_utils import DistributedConfig
+
+    from tpfused.layers.linear import ColumnParallelLinear
+    from tpfused.parallel.styles import tp_plan
+
+    with torch.device("meta"):
+        skeleton = build(name)
+    kind = getattr(transformers, type(skeleton).__name__)
+    distributed = DistributedConfig(tp_size=ctx.world, tp_plan=tp_plan(skeleton))
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(ctx.rank)):
+        model = kind.from_pretrained(folder / name, distributed_config=distributed).eval()
+    assert type(model.model.layers[0].mlp.up_proj) is ColumnParallelLinear
+    assert model.model.layers[0].mlp.up_proj.weight.to_local().shape[0] < model.config.intermediate_size
+    dense = kind.from_pretrained(folder / name).to(ctx.device).eval()
+    torch.manual_seed(4)
+    ids, _ = random_ids(dense, ctx.device)
+    torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
+    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
+    assert torch.equal(model.generate(ids, **options), dense.generate(ids, **options))
+    assert (name == "qwen3") == (model.lm_head.weight is model.model.embed_tokens.weight)
+
+
+def check_transformers_cannot(ctx):
+    from tpfused.parallel.styles import tp_plan
+
+    with torch.device("meta"):
+        gpt2, bert = build("gpt2"), build("bert")
+    with refuses(ValueError, "transformer.h.0.attn.c_attn", "fused_qkv", "load_sharded"):
+        tp_plan(gpt2)
+    with refuses(ValueError, "cls.predictions.decoder shares", "load_sharded"):
+        tp_plan(bert)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3"])
+def test_transformers_from_pretrained(workers, folder, name):
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    pytest.importorskip("accelerate")  # transformers asks for it
+    if workers.world > 1:
+        workers.run(check_transformers_loads, folder, name)
+
+
+def test_what_transformers_from_pretrained_cannot_load(workers):
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    workers.run(check_transformers_cannot)
+
+
+def check_failed_save(ctx, folder, path):
+    model = on_meta(ctx, ctx.world, "llama")
+    tpfused.load_sharded(model, folder / "llama")
+    with pytest.raises(OSError, match="blocked"):
+        tpfused.save_sharded(model, path)
+
+
+def test_a_failed_save_is_told_to_all_ranks(workers, folder, tmp_path):
+    (tmp_path / "blocked").write_text("a file where the folder should be")
+    workers.run(check_failed_save, folder, tmp_path / "blocked")
+
+
+def test_a_file_holds_what_its_metadata_says(workers, folder, tmp_path):
+    """Transformers refuses files without a format."""
+    workers.run(check_metadata, folder, tmp_path / "out")
+
+
+def check_metadata(ctx, folder, out):
+    model = on_meta(ctx, ctx.world, "llama")
+    tpfused.load_sharded(model, folder / "llama")
+    tpfused.save_sharded(model, out)
+    with safe_open(out / sharded.SINGLE, framework="pt") as file:
+        assert file.metadata() == {"format": "pt"}

@@ -1,0 +1,180 @@
+"""One call turns a dense model into a tensor-parallel one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from tpfused.collectives import all_gather
+from tpfused.group import TPGroup, resolve_group
+from tpfused.parallel import convert, region
+from tpfused.parallel.plan import auto_plan, match
+from tpfused.parallel.transformers import LOSSES, shard_logits
+from tpfused.parameter import ParallelModule
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+
+def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str] = "auto") -> nn.Module:
+    """Split a dense model over the ranks of `mesh`, in place: its modules become this package's layers.
+
+    Every rank gives the same model with the same weights (one seed, or one checkpoint), on any device, or on the meta
+    device, to be filled by `load_sharded`. Parameters become DTensors on `mesh`, on its devices: call this before
+    `fully_shard` and before the optimizer is made. Names stay: those of transformers' checkpoints, for `load_sharded`
+    and `save_sharded`. Tied parameters stay tied. Dropout between a column- and a row-parallel layer is drawn by each
+    rank for itself, and by all alike elsewhere: seed the ranks alike.
+
+    Args:
+        model: from transformers (Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT) with ``plan="auto"``, any with a plan.
+        mesh: one-dimensional.
+        plan: "auto", or styles by patterns of module names: ``{"layers.*.mlp.up_proj": "colwise", ...}``. ``*`` stands
+            for anything, and a pattern may leave the beginning of the name out, up to a dot. Modules that no pattern
+            matches are "replicate".
+
+    Styles (linear layers: `nn.Linear`, and transformers' Conv1D):
+        "colwise": a linear layer's outputs are split, and stay so.
+        "rowwise": a linear layer whose inputs are split, as "colwise" leaves them; its output is whole.
+        "colwise_gather": as "colwise", and the output gathered.
+        "colwise_kv": the projection to keys, or values. Of fewer heads than ranks, each is whole on the ranks that
+            share it, and its gradient summed over them.
+        "fused_qkv", "fused_gate_up": "colwise" for three, or two, projections of one size in one weight, one after the
+            other: this rank's part of each, of sizes that divide by the ranks. The parameter has a dimension more than
+            in checkpoints.
+        "attention": the attention module around "colwise" projections: the head counts it keeps become this rank's.
+        "vocab_embedding": an `nn.Embedding`, its vocabulary split.
+        "vocab_head": a transformers model's head: logits ``[..., vocabulary shard]`` in training with labels, where
+            the loss is computed from them, and whole ones everywhere else.
+        "replicate": whole on each rank.
+        "replicate_sum": whole on each rank, and applied to this rank's part of the activations: gradients are summed.
+
+    Returns:
+        `model`.
+
+    Raises:
+        ValueError: a mesh that is not one-dimensional, an architecture that "auto" does not know (the error lists what
+            it cannot place, and shows a plan), a pattern that matches nothing, an unknown style, head counts that do
+            not divide, a model that is parallel already or built of this package's layers, weights that differ between
+            ranks. The model is unchanged then.
+    """
+    group = resolve_group(mesh=_checked(mesh))
+    _check_model(model)
+    plan = auto_plan(model) if isinstance(plan, str) and plan == "auto" else plan
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"plan must be 'auto' or a dict of styles by module patterns, not {plan!r}")
+    unknown = sorted({style for style in plan.values() if style not in convert.STYLES})
+    if unknown:
+        raise ValueError(f"unknown styles {unknown}; there are {', '.join(convert.STYLES)}")
+    modules = dict(model.named_modules())
+    styles = match(model, plan)
+    to = {name: convert.Conversion(group, convert.knows_heads(*_upwards(modules, name))) for name in modules}
+    for name, style in styles.items():
+        convert.check_convertible(name, modules[name], style, to[name])
+    _check_heads(model, styles)
+    _check_ties(modules, styles)
+    _check_same_weights(model, group)
+
+    # What a module counts may be its projections' to read: it comes after them.
+    for name in sorted(styles, key=lambda name: styles[name] == "attention"):
+        convert.STYLES[styles[name]](modules[name], to[name])
+    for name, module in modules.items():
+        convert.replicate(module, to[name])
+        for key, buffer in module._buffers.items():
+            if buffer is not None and not buffer.is_meta:
+                module._buffers[key] = buffer.to(to[name].device)
+    for name, style in styles.items():
+        if style == "vocab_head":
+            shard_logits(model, modules[name])
+    if region.has_dropout(model):
+        columns = {name: modules[name] for name, style in styles.items() if style in convert.LEAVE_SHARDED}
+        rows = {name: modules[name] for name, style in styles.items() if style == "rowwise"}
+        region.draw_apart(model, columns, rows)
+    return model
+
+
+def _checked(mesh: object) -> DeviceMesh:
+    if mesh is None:
+        raise TypeError('parallelize needs a mesh: init_device_mesh("cuda", (ranks,), mesh_dim_names=("tp",))')
+    return mesh
+
+
+def _upwards(modules: dict[str, nn.Module], name: str) -> list[nn.Module]:
+    """The module, what it is a part of, and so on."""
+    found = [modules[name]]
+    while name:
+        name = name.rpartition(".")[0]
+        found.append(modules[name])
+    return found
+
+
+def _check_model(model: nn.Module) -> None:
+    """Refuse what is parallel already, and modules that use parameters elsewhere than in the forward of their owner."""
+    from torch.distributed.tensor import DTensor
+
+    for name, module in model.named_modules():
+        if isinstance(module, ParallelModule):
+            raise ValueError(
+                f"{name or type(model).__name__} is one of this package's parallel layers already; a model built of "
+                f"them is split when it is made: pass mesh= to it (tpfused.ParallelTransformer(config, mesh=mesh)), "
+                f"and load its weights by load_full_state_dict or load_sharded"
+            )
+        if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
+            raise ValueError(
+                f"{name or 'the model'} is a torch.nn.{type(module).__name__}, which cannot be parallelized"
+            )
+    for name, param in model.named_parameters():
+        if isinstance(param, DTensor):
+            raise ValueError(f"{name} is a DTensor already; parallelize the dense model, then call fully_shard")
+
+
+def _check_heads(model: nn.Module, styles: dict[str, str]) -> None:
+    heads = [name for name, style in styles.items() if style == "vocab_head"]
+    if len(heads) > 1:
+        raise ValueError(f"a model has one 'vocab_head', not {heads}")
+    if heads and getattr(getattr(model, "loss_function", None), "__name__", None) not in LOSSES:
+        raise ValueError(
+            f"'vocab_head' ({heads[0]}) is for a transformers model whose loss_function is one of {', '.join(LOSSES)}, "
+            f"not for this {type(model).__name__}: use 'colwise' and tpfused.vocab_parallel_cross_entropy, or "
+            f"'colwise_gather'"
+        )
+
+
+def _check_ties(modules: dict[str, nn.Module], styles: dict[str, str]) -> None:
+    """A parameter of several modules must be split in one way by all that compute with it."""
+    users: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for param in module._parameters.values():
+            # A bare parameter of a module that is none of these is another name of it, and not computed with there.
+            if param is not None and (name in styles or isinstance(module, nn.Linear | nn.Embedding)):
+                users.setdefault(id(param), []).append(name)
+    for names in users.values():
+        kinds = {"rows" if styles.get(n) in convert.SPLIT_ROWS else styles.get(n, "replicate") for n in names}
+        if len(kinds) > 1:
+            told = ", ".join(f"{name} is {styles.get(name, 'replicate')!r}" for name in names)
+            raise ValueError(f"tied parameters must be split alike, but {told}")
+
+
+@torch.no_grad()
+def _check_same_weights(model: nn.Module, group: TPGroup) -> None:
+    """Shards of different models would be no model: compare what all ranks give, by sums of the parameters' bits."""
+    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
+    if group.size == 1 or not params:
+        return
+    own = torch.stack([_bits(param).cpu() for param in params.values()]).to(convert.Conversion(group).device)
+    of_all = all_gather(own[None], 0, group.size, group)
+    different = (of_all != of_all[0]).any(0).tolist()
+    names = [name for name, differs in zip(params, different, strict=True) if differs]
+    if names:
+        raise ValueError(
+            f"{len(names)} of {len(params)} parameters differ between the ranks of the mesh ({names[0]}, ...): build "
+            f"the model from one seed or one checkpoint on all of them"
+        )
+
+
+def _bits(param: Tensor) -> Tensor:
+    """An exact sum: the same whatever the order of summation."""
+    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
+    return param.detach().contiguous().view(integers).sum(dtype=torch.int64)

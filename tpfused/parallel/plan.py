@@ -1,0 +1,139 @@
+"""Plans: which module of a model gets which style, written by the user or known for an architecture."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from difflib import get_close_matches
+from fnmatch import fnmatchcase
+
+from torch import nn
+
+_DECODER = {
+    "embed_tokens": "vocab_embedding",
+    "layers.*.self_attn": "attention",
+    "layers.*.self_attn.q_proj": "colwise",
+    "layers.*.self_attn.k_proj": "colwise_kv",
+    "layers.*.self_attn.v_proj": "colwise_kv",
+    "layers.*.self_attn.o_proj": "rowwise",
+    "layers.*.mlp.gate_proj": "colwise",
+    "layers.*.mlp.up_proj": "colwise",
+    "layers.*.mlp.down_proj": "rowwise",
+    "lm_head": "vocab_head",
+}
+
+# By `config.model_type` of transformers.
+ARCHITECTURES = {
+    "llama": _DECODER,
+    "mistral": _DECODER,
+    "qwen2": _DECODER,
+    "qwen3": {
+        **_DECODER,
+        # Norms of each head's features, between the projections and the attention.
+        "layers.*.self_attn.q_norm": "replicate_sum",
+        "layers.*.self_attn.k_norm": "replicate_sum",
+    },
+    "gpt2": {
+        "wte": "vocab_embedding",
+        "h.*.attn": "attention",
+        "h.*.attn.c_attn": "fused_qkv",
+        "h.*.attn.c_proj": "rowwise",
+        "h.*.mlp.c_fc": "colwise",
+        "h.*.mlp.c_proj": "rowwise",
+        "lm_head": "vocab_head",
+    },
+    "bert": {
+        "embeddings.word_embeddings": "vocab_embedding",
+        "layer.*.attention.self": "attention",
+        "layer.*.attention.self.query": "colwise",
+        "layer.*.attention.self.key": "colwise",
+        "layer.*.attention.self.value": "colwise",
+        "layer.*.attention.output.dense": "rowwise",
+        "layer.*.intermediate.dense": "colwise",
+        "layer.*.output.dense": "rowwise",
+        "cls.predictions.decoder": "vocab_head",
+    },
+}
+
+# The classes whose loss can be computed from sharded logits; the others' heads are gathered.
+SHARDED_LOSS = {
+    "BertForMaskedLM",
+    "BertLMHeadModel",
+    "GPT2LMHeadModel",
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+}
+
+
+def auto_plan(model: nn.Module) -> dict[str, str]:
+    """The plan of a transformers model of a known architecture, as `parallelize` takes it.
+
+    Raises:
+        ValueError: another architecture, or modules inside its layers that the plan does not place (cross attention,
+            adapters); names them and shows a plan to start from.
+    """
+    model_type = getattr(getattr(model, "config", None), "model_type", None)
+    plan = ARCHITECTURES.get(model_type, {})
+    names = [name for name, _ in model.named_modules()]
+    plan = {pattern: style for pattern, style in plan.items() if any(matches(name, pattern) for name in names)}
+    if not any(base.__name__ in SHARDED_LOSS for base in type(model).__mro__):
+        plan = {pattern: "colwise_gather" if style == "vocab_head" else style for pattern, style in plan.items()}
+    placed = match(model, plan)
+    missed = {}  # pattern -> what stands there
+    for name, module in model.named_modules():
+        matrices = [param for param in module.parameters(recurse=False) if param.ndim > 1]
+        if name not in placed and matrices and (not plan or re.search(r"(^|\.)\d+(\.|$)", name)):
+            missed[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)] = module
+    if missed:
+        raise ValueError(_unplaced(model, model_type, plan, missed))
+    return plan
+
+
+def match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
+    """The style of each module that some pattern of the plan matches.
+
+    Raises:
+        ValueError: a pattern that matches nothing, or two that give one module different styles.
+    """
+    names = [name for name, _ in model.named_modules()]
+    found: dict[str, str] = {}
+    unused = []
+    for pattern, style in plan.items():
+        matched = [name for name in names if matches(name, pattern)]
+        if not matched:
+            near = get_close_matches(pattern.rpartition(".")[2], {name.rpartition(".")[2] for name in names}, 3)
+            unused.append(f"{pattern!r}" + (f" (is there: {', '.join(map(repr, near))})" if near else ""))
+        for name in matched:
+            if found.setdefault(name, style) != style:
+                raise ValueError(f"two patterns of the plan match {name}: its style is {found[name]!r} or {style!r}")
+    if unused:
+        raise ValueError(f"patterns of the plan that match no module of {type(model).__name__}: {', '.join(unused)}")
+    return found
+
+
+def matches(name: str, pattern: str) -> bool:
+    """A pattern (``*`` stands for anything) matches a module's whole name, or the end of it after a dot."""
+    return fnmatchcase(f".{name}", f"*.{pattern}") or name == pattern
+
+
+def _unplaced(model: nn.Module, model_type: str | None, plan: dict[str, str], missed: dict[str, nn.Module]) -> str:
+    known = f"{type(model).__name__}" + (f" (model_type {model_type!r})" if model_type else "")
+    lines = [f"plan='auto' knows no place for {len(missed)} modules of {known}:"]
+    lines += [f"  {name}: {type(module).__name__}" for name, module in missed.items()]
+    lines += [
+        f"Architectures it knows: {', '.join(ARCHITECTURES)}. For another one write a plan. This one is right, if not "
+        f"fast; then let a pair that follow each other be 'colwise' and 'rowwise', to gather nothing between them:",
+        "plan = {",
+    ]
+    start = {**plan, **{name: _safe_style(module) for name, module in missed.items()}}
+    lines += [f"    {pattern!r}: {style!r}," for pattern, style in start.items()]
+    return "\n".join([*lines, "}"])
+
+
+def _safe_style(module: nn.Module) -> str:
+    """A style whose input and output are whole on each rank."""
+    if isinstance(module, nn.Embedding):
+        return "vocab_embedding"
+    return "colwise_gather" if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else "replicate"

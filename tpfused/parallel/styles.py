@@ -1,0 +1,109 @@
+"""This package's styles in others' entry points: torch's `parallelize_module`, and transformers' `tp_plan`."""
+
+from __future__ import annotations
+
+import re
+from types import SimpleNamespace
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor.parallel import ParallelStyle
+
+from tpfused.group import resolve_group
+from tpfused.parallel import convert
+from tpfused.parallel.plan import auto_plan, match
+
+
+class Style(ParallelStyle):
+    """A style of `tpfused.parallelize` for `torch.distributed.tensor.parallel.parallelize_module`.
+
+    ``parallelize_module(model, mesh, {"layers.*.up": Style("colwise"), "layers.*.down": Style("rowwise")})``.
+    Parameters of modules without a style stay plain tensors. Tied ones stay tied where all their modules have a style.
+
+    Args:
+        name: any style but "vocab_head", which is a whole model's: "colwise_gather" instead.
+        num_heads, num_key_value_heads: of the whole model, where "colwise_kv", "fused_qkv" or "attention" find no
+            config on the module.
+
+    Raises:
+        ValueError: an unknown style; when it is applied, a module that it cannot be given to, and head counts that do
+            not divide.
+    """
+
+    def __init__(self, name: str, *, num_heads: int | None = None, num_key_value_heads: int | None = None):
+        super().__init__()
+        known = [style for style in convert.STYLES if style != "vocab_head"]
+        if name not in known:
+            raise ValueError(f"unknown style {name!r}; there are {', '.join(known)}")
+        self.name = name
+        self.heads = None
+        if num_heads is not None:
+            self.heads = SimpleNamespace(num_heads=num_heads, num_key_value_heads=num_key_value_heads)
+
+    def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        return _apply(self.name, module, device_mesh, self.heads)
+
+
+def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, str]:
+    """A ``tp_plan`` of this package's styles for transformers' `from_pretrained`, which then loads the shards itself.
+
+    `model` is one of the same class and config, on the meta device, for its names and head counts. This registers the
+    styles with transformers, as ``tpfused_colwise`` and so on, for that config: call it before each `from_pretrained`::
+
+        with torch.device("meta"):
+            skeleton = AutoModelForCausalLM.from_config(config)
+        distributed = DistributedConfig(tp_size=4, tp_plan=tp_plan(skeleton))
+        model = AutoModelForCausalLM.from_pretrained(path, distributed_config=distributed)
+
+    The head's logits are gathered. Parameters without a style stay plain tensors, and all ranks draw the same dropout.
+
+    Raises:
+        ValueError: a plan with a fused style, as GPT-2's: transformers gives a parameter the shape that it has in the
+            file, which the fused ones do not keep. A parameter that a split module shares with one that has no style,
+            as BERT's head does its bias: transformers would tie the split one to the whole one. `parallelize` and
+            `load_sharded` do both. And as `parallelize`.
+        ImportError: this transformers has no `transformers.distributed.tensor_parallel` (5.24 has).
+    """
+    from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES, TensorParallelLayer
+
+    class Registered(TensorParallelLayer):
+        """Transformers' calls: the module is converted on the meta device, and its DTensors are then loaded."""
+
+        def __init__(self, style: str):
+            self.style = style
+
+        def shard_param(self, module, param, mesh):
+            pass
+
+        def install_forward(self, module, mesh):
+            return _apply(self.style, module, mesh, model)
+
+    styles = match(model, auto_plan(model) if plan == "auto" else plan)
+    styles = {name: "colwise_gather" if style == "vocab_head" else style for name, style in styles.items()}
+    fused = [name for name, style in styles.items() if style in convert.PARTS]
+    if fused:
+        raise ValueError(
+            f"{fused[0]} is fused ({styles[fused[0]]!r}), and transformers cannot load such a parameter in parts that "
+            f"have another shape: tpfused.parallelize a model on the meta device, and load_sharded"
+        )
+    modules = dict(model.named_modules())
+    split = {id(param): name for name in styles for param in modules[name]._parameters.values() if param is not None}
+    for name, module in modules.items():
+        tied = [split[id(p)] for p in module._parameters.values() if id(p) in split and name not in styles]
+        if tied:
+            raise ValueError(
+                f"{tied[0]} shares a parameter with {name}, which has no style, and transformers would tie the split "
+                f"one to the whole one: tpfused.parallelize a model on the meta device, and load_sharded"
+            )
+    for style in set(styles.values()):
+        ALL_PARALLEL_STYLES.register(f"tpfused_{style}", Registered(style))
+    return {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): f"tpfused_{style}" for name, style in styles.items()}
+
+
+@torch.no_grad()
+def _apply(style: str, module: nn.Module, mesh: DeviceMesh, heads: object) -> nn.Module:
+    to = convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads))
+    convert.check_convertible(type(module).__name__, module, style, to)
+    convert.STYLES[style](module, to)
+    return module
