@@ -3,7 +3,9 @@
 import difflib
 import importlib.util
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,12 @@ from tpfused.bench.results import Row, write_csv, write_json
 from tpfused.cli.errors import UserError
 from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
+from tpfused.training.launch import Worker, WorkerFailed, run_workers
+
+# What changes the numbers of several GPUs and is set outside. The first and the last forbid multicast through NVSwitch.
+SETTINGS = (
+    "NCCL_NVLS_ENABLE NCCL_ALGO NCCL_PROTO CUDA_DEVICE_MAX_CONNECTIONS TPFUSED_TIER TORCH_SYMM_MEM_DISABLE_MULTICAST"
+).split()
 
 
 def select(known: Sequence[str], cases: Callable[[str], list], options: Mapping[str, Any]) -> list:
@@ -77,6 +85,32 @@ def describe_run(card: str, gpus: int, options: Mapping[str, Any], rounds: int, 
         "case": options["case"],
         "seed": seed,
     }
+
+
+def settings() -> dict[str, str]:
+    """Those of `SETTINGS` that are set."""
+    return {name: os.environ[name] for name in SETTINGS if name in os.environ}
+
+
+def run_on_ranks(
+    command: str, function: Callable, argument: Any, worker: Worker | None, world: int, on_event: Callable
+) -> int:
+    """Run `function(argument, worker)` as the first of torchrun's workers, or (`worker` None) in `world` new ones.
+
+    Returns the exit code, 0 where all went well; what did not is told on stderr.
+    """
+    try:
+        if worker is None:
+            run_workers(function, argument, world, on_event)
+        else:
+            function(argument, replace(worker, emit=on_event))
+    except WorkerFailed as failure:
+        print(f"tpfused {command}: {failure}\n{failure.details}", file=sys.stderr)
+        return failure.code
+    except KeyboardInterrupt:
+        print(f"tpfused {command}: interrupted", file=sys.stderr)
+        return 130
+    return 0
 
 
 def write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list) -> None:

@@ -2,27 +2,29 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 
 from tpfused.bench.console import make_console
-from tpfused.bench.options import check_options, describe_run, report, rounds_and_seed, select, write
+from tpfused.bench.options import (
+    check_options,
+    describe_run,
+    report,
+    rounds_and_seed,
+    run_on_ranks,
+    select,
+    settings,
+    write,
+)
 from tpfused.bench.overlap.cases import OPERATIONS, Case, cases
 from tpfused.bench.overlap.worker import run
 from tpfused.bench.results import Row, is_ours
 from tpfused.cli.errors import UserError
-from tpfused.training.launch import Worker, WorkerFailed, run_workers, torchrun_worker
+from tpfused.training.launch import Worker, torchrun_worker
 
 ROUNDS, QUICK_ROUNDS = 21, 5
-# What changes the numbers and is set outside. The first and the last forbid multicast through NVSwitch.
-SETTINGS = (
-    "NCCL_NVLS_ENABLE NCCL_ALGO NCCL_PROTO CUDA_DEVICE_MAX_CONNECTIONS TPFUSED_TIER TORCH_SYMM_MEM_DISABLE_MULTICAST"
-).split()
 
 
 def execute(options: Mapping[str, Any], device: str = "cuda") -> int:
@@ -60,11 +62,10 @@ def _measure(argument: dict[str, Any], worker: Worker | None, world: int, option
     console = make_console()
     card = torch.cuda.get_device_name() if argument["device"] == "cuda" else "CPU"
     meta = describe_run(card, world, options, argument["rounds"], argument["seed"])
-    meta |= {"settings": {name: os.environ[name] for name in SETTINGS if name in os.environ}, "complete": False}
+    meta |= {"settings": settings(), "complete": False}
     chosen: list[Case] = argument["cases"]
     console.say(f"{world} x {card}: {len(chosen)} cases, {argument['rounds']} rounds each")
     rows: list[Row] = []
-    code = 0
     with console.progress(len(chosen)) as progress:
 
         def on_event(name: str, payload: Any) -> None:
@@ -75,18 +76,8 @@ def _measure(argument: dict[str, Any], worker: Worker | None, world: int, option
                 progress.done(payload)
                 write(options, meta, rows)
 
-        try:
-            if worker is None:
-                run_workers(run, argument, world, on_event)
-            else:
-                run(argument, replace(worker, emit=on_event))
-            meta["complete"] = True
-        except WorkerFailed as failure:
-            print(f"tpfused bench overlap: {failure}\n{failure.details}", file=sys.stderr)
-            code = failure.code
-        except KeyboardInterrupt:
-            print("tpfused bench overlap: interrupted", file=sys.stderr)
-            code = 130
+        code = run_on_ranks("bench overlap", run, argument, worker, world, on_event)
+    meta["complete"] = code == 0
     write(options, meta, rows)
     bad = list(filter(is_bad, rows))
     report(console, options, rows, bad)

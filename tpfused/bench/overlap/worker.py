@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -13,43 +10,26 @@ import torch
 import torch.distributed as dist
 
 from tpfused.bench.case import outputs_of
-from tpfused.bench.measure import GpuTimer, Timed, in_turn, median_and_iqr
+from tpfused.bench.measure import GpuTimer, Timed, median_and_iqr
 from tpfused.bench.overlap.cases import Case
 from tpfused.bench.overlap.works import COLLECTIVE, MATMUL, Call, Place, Work, build
-from tpfused.bench.results import error_line, new_row, rounded
+from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES, name_of
-from tpfused.training.launch import Worker, join_group
+from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
+from tpfused.training.launch import Worker
 
-TIMEOUT_S = 300.0
-SAMPLE_US = 4000  # of calls between two looks at the clock
-LEAST_RUNS, MOST_RUNS = 2, 10
 GRAPH_CALLS = 20  # in one graph: a call is shorter than a graph's launch
-LEAD_US = 1000  # that the host is ahead of the GPU, at least
-CYCLES_PER_US = 2000  # of a GPU; a slower one only waits longer
 TOLERANCE = 1e-2  # relative, of the norm: both sides are rounded to 16 bits on their way
 
 Row = dict[str, Any]
 
 
-@dataclass(frozen=True)
-class Sampled:
-    """One variant's times, of the slowest rank: microseconds a call, round by round, and of the host to launch one."""
-
-    us: list[float]
-    host_us: float
-    calls: int
-
-
 def run(argument: dict[str, Any], worker: Worker) -> None:
     """Measure ``argument["cases"]`` and give their rows to ``worker.emit``, on the first rank."""
-    on_gpu = argument["device"] == "cuda"
-    device = torch.device("cuda", worker.local_rank) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    join_group(worker, device, TIMEOUT_S)
+    device = join(argument["device"], worker)
     torch.manual_seed(argument["seed"] + worker.rank)
     # Threads that watch the collectives go on calling CUDA during a capture.
-    timer = GpuTimer(capture_error_mode="thread_local") if on_gpu else None
+    timer = GpuTimer(capture_error_mode="thread_local") if device.type == "cuda" else None
     place = Place(worker.world, device, DTYPES[argument["dtype"]])
     for case in argument["cases"]:
         if worker.rank == 0:
@@ -63,13 +43,13 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
 def measure(case: Case, place: Place, timer: GpuTimer | None, rounds: int) -> list[Row]:
     """The rows of one case: every figure is the slowest rank's. `timer` captures, on a GPU."""
     row = partial(_row, case, name_of(place.dtype))
-    work, error = _together(partial(build, case, place))
+    work, error = together(partial(build, case, place))
     if work is None:
         return [row("ours", error=error)]
     timed: dict[str, Timed] = {}
     known: dict[str, Row] = {}
     for name, call in work.variants.items():
-        ready, error = _together(partial(_prepare, call, timer if case.decode else None))
+        ready, error = together(partial(_prepare, call, timer if case.decode else None))
         known[name] = {"error": error, "note": work.notes.get(name, "")}
         known[name]["comparable"] = name not in (MATMUL, COLLECTIVE, *work.notes)
         if ready is not None:
@@ -79,24 +59,11 @@ def measure(case: Case, place: Place, timer: GpuTimer | None, rounds: int) -> li
             known[name]["correct"] = _agree(timed[name].run(), timed[work.right].run())
             if known[name]["correct"]:
                 known[work.right]["correct"] = True  # two ways that have little in common
-    samples = _interleave(timed, rounds, place.device) if timed else {}
+    samples = interleave(timed, rounds, place.device) if timed else {}
     for name, sampled in samples.items():
         known[name] |= _figures(name, work, samples) | {"graph": timed[name].graph or None}
         known[name] |= {"host_us": round(sampled.host_us, 3), "calls": sampled.calls, "rounds": rounds}
     return [row(name, **facts) for name, facts in known.items()]
-
-
-def _together(step: Callable[[], Any]) -> tuple[Any, str | None]:
-    """(what `step` gives, None) or (None, why it failed): one rank's failure is every rank's."""
-    result = problem = None
-    try:
-        result = step()
-    except Exception as error:  # whatever a baseline raises, the others have a chance
-        problem = error_line(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    told = next(filter(None, problems), None)
-    return (None, told) if told else (result, None)
 
 
 def _prepare(call: Call, timer: GpuTimer | None) -> Timed:
@@ -122,63 +89,11 @@ def _agree(found: object, right: object) -> bool:
     """Whether a variant's outputs are the right ones, on every rank."""
     pairs = zip(outputs_of(found), outputs_of(right), strict=True)
     error = max(_distance(a.float(), b.float()) for a, b in pairs)
-    return _slowest([error if error == error else float("inf")])[0] < TOLERANCE
+    return slowest([error if error == error else float("inf")])[0] < TOLERANCE
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
     return ((a - b).norm() / b.norm()).item() if a.shape == b.shape else float("inf")
-
-
-def _interleave(timed: dict[str, Timed], rounds: int, device: torch.device) -> dict[str, Sampled]:
-    """All variants in each round."""
-    first = {name: _sample(each, LEAST_RUNS, LEAD_US, device) for name, each in timed.items()}
-    us, host_us = (_slowest(list(values)) for values in zip(*first.values(), strict=True))
-    runs, lead_us = {}, LEAD_US
-    for (name, each), one, host in zip(timed.items(), us, host_us, strict=True):
-        runs[name] = max(LEAST_RUNS, min(MOST_RUNS, round(SAMPLE_US / (one * each.calls))))
-        # The same for all: who has waited longer finds a cooler GPU, whose clock is higher.
-        lead_us = max(lead_us, 1.25 * host * runs[name] * each.calls)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
-    for _, name in in_turn(timed, rounds):
-        found[name].append(_sample(timed[name], runs[name], lead_us, device))
-    samples = {}
-    for name, pairs in found.items():
-        us, host_us = (_slowest(list(values)) for values in zip(*pairs, strict=True))
-        samples[name] = Sampled(us, statistics.median(host_us), runs[name] * timed[name].calls)
-    return samples
-
-
-def _sample(timed: Timed, runs: int, lead_us: float, device: torch.device) -> tuple[float, float]:
-    """Microseconds a call: of the GPU, which starts with the others' and when its host is ahead; of the host."""
-    calls = runs * timed.calls
-    if device.type != "cuda":
-        dist.barrier()
-        us = _host_us(timed, runs) / calls
-        return us, us
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
-    dist.all_reduce(torch.zeros(1, device=device))
-    begin.record()
-    host = _host_us(timed, runs) / calls
-    end.record()
-    torch.cuda.synchronize()
-    return begin.elapsed_time(end) * 1e3 / calls, host
-
-
-def _host_us(timed: Timed, runs: int) -> float:
-    start = time.perf_counter()
-    for _ in range(runs):
-        timed.run()
-    return (time.perf_counter() - start) * 1e6
-
-
-def _slowest(values: list[float]) -> list[float]:
-    """Each value's largest over the ranks."""
-    device = "cuda" if dist.get_backend() == "nccl" else "cpu"
-    largest = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, dist.ReduceOp.MAX)
-    return largest.tolist()
 
 
 def _figures(name: str, work: Work, samples: dict[str, Sampled]) -> Row:
