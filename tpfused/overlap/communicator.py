@@ -21,6 +21,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
 WORKSPACE = 2 * 32 * 2**20  # of the matmuls on an operation's two streams
+SLOTS, SMALL_BYTES = 3, 2 * 8 * 2**20  # of peers' buffers, beside the area for small sums: `PeerMemory` of csrc/group.h
 
 
 class Communicator:
@@ -68,6 +69,11 @@ class Communicator:
             if told:
                 raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
         self._has_nccl = True
+
+    @property
+    def peer_bytes(self) -> int:
+        """Of memory that peers may write here."""
+        return SLOTS * self._slot_bytes + SMALL_BYTES if self._slot_bytes else 0
 
     def set_timeout(self, seconds: float) -> None:
         self.module.group_timeout(self.handle, seconds)
@@ -164,6 +170,12 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
 
 
 _communicators: dict[tuple[dist.ProcessGroup, torch.device], Communicator | None] = {}
+
+
+def peer_bytes(process_group: dist.ProcessGroup, device: torch.device) -> int:
+    """Of memory that the group's ranks may write on this one, which does not come from torch's allocator."""
+    communicator = _communicators.get((process_group, device))
+    return 0 if communicator is None else communicator.peer_bytes
 
 
 def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
