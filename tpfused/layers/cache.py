@@ -25,8 +25,8 @@ class LayerCache:
         slots: ``[new tokens]``, where in the cache the new tokens go.
         positions: ``[batch or 1, new tokens]``, for learned and rotary positions.
         seen: the new tokens attend to the first `seen` slots, causally:
-        mask: boolean ``[batch or 1, 1, new tokens, seen]``, with no empty row; None: the first tokens, as many as
-            `seen`, or one that sees all.
+        mask: additive ``[batch or 1, 1, new tokens, seen]``, in the model's dtype, with no empty row; None: the first
+            tokens, as many as `seen`, or one that sees all.
     """
 
     keys: Tensor
@@ -92,7 +92,7 @@ class KVCache:
             _check_padding(padding, batch, max_tokens, weight.device)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"a cache's dtype must be floating-point, not {dtype}")
-        self.config, self.ranks = config, model.group.size
+        self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
         self.padding = padding
@@ -141,6 +141,8 @@ class KVCache:
                 positions = (positions - self.padding.unsqueeze(-1)).clamp(min=0)
                 # Padding attends to itself: an empty row would need extra care, and no one looks at the result.
                 mask = mask & (keys >= self.padding[:, None, None]) | (keys == queries)
+            # Additive, as attention's back ends want it: made once, not by each layer.
+            mask = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill(~mask, -torch.inf)
             mask = mask.unsqueeze(1)
         parts = zip(self.keys, self.values, strict=True)
         return [LayerCache(keys, values, slots, positions, seen, mask) for keys, values in parts]
