@@ -58,6 +58,7 @@ class Megatron(nn.Module):
         self, size: Size, layers: int, tokens: int, group: dist.ProcessGroup, device: torch.device, dtype: torch.dtype
     ):
         super().__init__()
+        warnings.filterwarnings("ignore", module="megatron")  # of what it would rather have installed and set
         from megatron.core import parallel_state, tensor_parallel
         from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -79,14 +80,12 @@ class Megatron(nn.Module):
         linear = {**common, "bias": False, "skip_bias_add": False}
         column = partial(tensor_parallel.ColumnParallelLinear, gather_output=False, **linear)
         row = partial(tensor_parallel.RowParallelLinear, input_is_parallel=True, **linear)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of what it would rather have installed
-            self.embedding = tensor_parallel.VocabParallelEmbedding(
-                size.vocabulary, size.hidden, reduce_scatter_embeddings=self.sequence_parallel, **common
-            )
-            self.blocks = nn.ModuleList(Block(size, column, row) for _ in range(layers))
-            self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
-            self.head = column(size.hidden, size.vocabulary)
+        self.embedding = tensor_parallel.VocabParallelEmbedding(
+            size.vocabulary, size.hidden, reduce_scatter_embeddings=self.sequence_parallel, **common
+        )
+        self.blocks = nn.ModuleList(Block(size, column, row) for _ in range(layers))
+        self.norm = nn.RMSNorm(size.hidden, eps=1e-5)
+        self.head = column(size.hidden, size.vocabulary)
         self.to(device, dtype)
         self.tables = rotary_tables(size, tokens, device, dtype)
 
