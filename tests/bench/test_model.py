@@ -83,10 +83,12 @@ def test_needs_a_gpu(capsys):
     assert "this needs a GPU, and 1 were asked for where torch finds 0 here" in capsys.readouterr().err
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_whole_run(tmp_path, capsys):
+    """On two processes of the CPU."""
     path = tmp_path / "run.json"
     files = {"json": str(path), "csv": str(tmp_path / "run.csv"), "plot": str(tmp_path / "plots")}
-    assert job.execute(OPTIONS | files | {"sequence": "16"}, device="cpu") == 0, capsys.readouterr()
+    assert job.execute(OPTIONS | files | {"sequence": "16"}) == 0, capsys.readouterr()
     found = json.loads(path.read_text())
     meta = found["meta"]
     assert meta["complete"] and meta["gpus"] == 2 and (meta["size"], meta["layers"]) == ("tiny", 2)

@@ -132,6 +132,7 @@ operations: train, decode
 examples:
   tpfused bench model --list               the cases (no GPU needed)
   tpfused bench model --quick              a few of them, on all GPUs
+  tpfused bench model --size tiny          a try, without a GPU in two processes
   tpfused bench model --json run.json --plot plots
                                            all of them; keep and draw the numbers
   tpfused bench model --tp 2 --sequence 8192 --layers 4 --no-decode
@@ -202,7 +203,7 @@ def _add_model(areas) -> None:
     what.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (default: 1, 2, 4, 8, as GPUs allow)")
     what.add_argument("--sequence", metavar="N,...", help="tokens of a training step (default: 2048,8192)")
     what.add_argument("--layers", type=int, metavar="N", help="of the model (default: 8; the whole one has 32)")
-    what.add_argument("--size", default="8B", metavar="NAME", help="8B (default), or tiny for a try on a CPU")
+    what.add_argument("--size", default="8B", metavar="NAME", help="8B (default), or tiny, which a CPU can try, too")
     what.add_argument("--no-peers", action="store_true", help="ours only")
     what.add_argument(
         "--decode", action=argparse.BooleanOptionalAction, default=True, help="whether to decode (default: yes)"

@@ -29,8 +29,9 @@ from tpfused.training.launch import Worker, torchrun_worker
 ROUNDS, QUICK_ROUNDS = 21, 5
 
 
-def execute(options: Mapping[str, Any], device: str = "cuda") -> int:
+def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where something was wrong, or ours failed."""
+    device = "cpu" if options["size"] == "tiny" and not torch.cuda.is_available() else "cuda"
     worker = torchrun_worker(emit=lambda name, payload: None)
     found = torch.cuda.device_count() if device == "cuda" else options["gpus"] or 2
     world = worker.world if worker else options["gpus"] or found
@@ -45,9 +46,8 @@ def execute(options: Mapping[str, Any], device: str = "cuda") -> int:
         raise UserError(f"this needs a GPU, and {world} were asked for where torch finds {found} here")
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
     layers = size.layers if options["layers"] is None else options["layers"]
-    plan = Plan(
-        device, options["dtype"], size, layers, tuple(chosen), _variants(options, device == "cuda"), rounds, seed
-    )
+    variants = _variants(options, device == "cuda")
+    plan = Plan(device, options["dtype"], size, layers, tuple(chosen), variants, rounds, seed)
     if worker is not None and worker.rank != 0:
         run(plan, worker)
         return 0

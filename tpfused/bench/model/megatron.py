@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from importlib import metadata
 from importlib.util import find_spec
@@ -112,19 +114,14 @@ class Megatron(nn.Module):
             torch._foreach_copy_(grads, whole.split([grad.numel() for grad in grads]))
 
 
-class current:
+@contextmanager
+def current(group: dist.ProcessGroup) -> Iterator[None]:
     """Inside, Megatron's global state is of this group: its loss takes no other."""
+    from megatron.core import parallel_state
 
-    def __init__(self, group: dist.ProcessGroup):
-        self.group = group
-
-    def __enter__(self) -> None:
-        from megatron.core import parallel_state
-
-        self.before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = self.group
-
-    def __exit__(self, *error: object) -> None:
-        from megatron.core import parallel_state
-
-        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = self.before
+    before = parallel_state._TENSOR_MODEL_PARALLEL_GROUP
+    parallel_state._TENSOR_MODEL_PARALLEL_GROUP = group
+    try:
+        yield
+    finally:
+        parallel_state._TENSOR_MODEL_PARALLEL_GROUP = before
