@@ -37,7 +37,6 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
     }
   }
   tiles.join(Tiles::caller, Tiles::beside);
-  gather->finish(stream);
   tiles.end();
 }
 

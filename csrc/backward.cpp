@@ -32,9 +32,7 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
     auto all = parts->scatter().receive(parts->own(), beside);
     add_parts(o.dx, all.data(), group.size, nullptr, own, o.k, o.type, beside);
     tiles.join(Tiles::caller, Tiles::beside);
-    parts->scatter().finish(stream);
   }
-  if (o.wants_dw) gather->finish(stream);
   tiles.end();
 }
 
@@ -64,7 +62,6 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     Product product{matrix(gather->all(), o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
     tiles.multiply(Tiles::caller, product);
   }
-  gather->finish(stream);
   tiles.end();
 }
 

@@ -63,6 +63,7 @@ PeerMemory::~PeerMemory() {
 Group::Group(int device, int rank, int size)
     : device(device), rank(rank), size(size), awaited_(PeerMemory::slots * size) {
   DeviceGuard guard(device);
+  check(cudaDeviceGetAttribute(&architecture, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check(cudaStreamCreateWithPriority(&transfers, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
@@ -167,17 +168,33 @@ void Group::begin(const char* operation, cudaStream_t stream) {
   check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
   capturing_ = status == cudaStreamCaptureStatusActive;
   caller_ = stream;
+  in_use_.clear();
   if (capturing_) {
     captured_ = true;
     if (peers && !peers->by_device) count_on_device();
     watchdog->watch_replays(operation);
+    beginning_ = nullptr;
   } else {
-    watchdog->begin(operation, stream);
+    beginning_ = watchdog->begin(operation, stream);
   }
 }
 
+void Group::lead() {
+  if (!beginning_) return follow({beside, transfers}, caller_);
+  for (cudaStream_t stream : {beside, transfers})
+    check(cudaStreamWaitEvent(stream, beginning_, 0), "cudaStreamWaitEvent");
+}
+
 void Group::end(cudaStream_t stream) {
-  if (!capturing_) watchdog->end(stream);
+  if (!capturing_) {
+    cudaEvent_t ended = watchdog->end(stream);
+    if (in_use_.empty()) return;
+    // What comes next on the caller's stream need not wait until the peers know; but a graph's streams have to be
+    // joined.
+    check(cudaStreamWaitEvent(beside, ended, 0), "cudaStreamWaitEvent");
+    stream = beside;
+  }
+  for (Use use : in_use_) tell_emptied(use, stream);
 }
 
 void Group::count_on_device() {
@@ -212,11 +229,14 @@ void Group::disconnect() {
 Group::Use Group::next_use() {
   uint32_t use = uses_++;
   int slot = static_cast<int>(use % PeerMemory::slots);
-  if (!peers->by_device) return {slot, use / PeerMemory::slots + 1};
-  uint32_t* number = peers->number_of_use(capturing_);
-  count_use(peers->counter(slot), number, caller_);
-  follow({transfers, beside}, caller_);  // else they would read the number of the last replay
-  return {slot, 0, number};
+  in_use_.push_back({slot, use / PeerMemory::slots + 1});
+  if (peers->by_device) {
+    uint32_t* number = peers->number_of_use(capturing_);
+    count_use(peers->counter(slot), number, caller_);
+    follow({transfers, beside}, caller_);  // else they would read the number of the last replay
+    in_use_.back() = {slot, 0, number};
+  }
+  return in_use_.back();
 }
 
 void Group::wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stream) {
@@ -240,10 +260,6 @@ void Group::wait_until_emptied(Use use) {
 void Group::tell_emptied(Use use, cudaStream_t stream) {
   Words words;
   for (int step = 1; step < size; ++step) words.add(peers->emptied((rank + step) % size, use.slot, rank));
-  if (!capturing_) {  // what comes next on the stream need not wait for that; a graph's streams have to be joined
-    follow(beside, stream);
-    stream = beside;
-  }
   set(words, use, whole, stream);
 }
 

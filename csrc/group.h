@@ -100,6 +100,7 @@ class Group {
   void connect_nccl(const ncclUniqueId& id, int processors);
 
   const int device, rank, size;
+  int architecture = 0;  // 9 for compute capability 9.0
   int nccl_processors = 0;
   ncclComm_t nccl = nullptr;
   cudaStream_t transfers = nullptr;  // copies and collectives
@@ -110,6 +111,8 @@ class Group {
   // Around an operation, eager or captured: something watches whether it ends.
   void begin(const char* operation, cudaStream_t stream);
   void end(cudaStream_t stream);
+  // The group's streams follow the caller's at the operation's beginning.
+  void lead();
 
   // A slot, and the number of its use: known here or, in a graph that is captured, on the GPU only.
   struct Use {
@@ -117,11 +120,9 @@ class Group {
     uint32_t number;
     const uint32_t* on_device = nullptr;
   };
-  Use next_use();  // of an operation that has begun: whatever is enqueued from now on may use it
+  Use next_use();  // of an operation that has begun, until its end: whatever is enqueued from now on may use it
   // On `transfers`: wait until every peer has emptied the slot of its last use.
   void wait_until_emptied(Use use);
-  // On `stream`: this rank has read all that was pushed to it.
-  void tell_emptied(Use use, cudaStream_t stream);
   // All that a peer is to get, or the first `blocks` of what comes in up to `whole` pieces.
   static constexpr uint32_t whole = 16;
   void tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks = whole);
@@ -161,6 +162,7 @@ class Group {
   void give_up(const std::string& operation, double seconds);
   void abort_nccl();
   void count_on_device();  // from now on
+  void tell_emptied(Use use, cudaStream_t stream);
   void wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
   void set(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
 
@@ -169,6 +171,8 @@ class Group {
   bool capturing_ = false;
   std::atomic<bool> captured_{false};              // whether a graph has ever been
   cudaStream_t caller_ = nullptr;                  // of the operation that is being enqueued
+  cudaEvent_t beginning_ = nullptr;                // its beginning; null in a graph
+  std::vector<Use> in_use_;                        // by it
   std::vector<std::unique_ptr<PeerMemory>> kept_;  // for graphs that were captured with them
   Replays* replays_ = nullptr;                     // the host's
   uint32_t* replayed_ = nullptr;                   // its counts on the GPU

@@ -75,8 +75,6 @@ void by_copies(const Columns& c, Workspace& workspace, cudaStream_t stream) {
     }
   }
   c.tiles.join(Tiles::caller, Tiles::beside);
-  follow(stream, group.transfers);
-  group.tell_emptied(use, stream);
 }
 
 // NCCL gathers a finished block, all ranks' features padded to as many, and each rank's are copied to their columns.

@@ -52,9 +52,6 @@ class ByCopies {
     multiply_wgrad(o_, tiles_);
     exchange(blocks_.count - 1);
     tiles_.join(Tiles::caller, Tiles::beside);
-    follow(stream_, group_.transfers);
-    group_.tell_emptied(parts_, stream_);
-    group_.tell_emptied(sums_, stream_);
   }
 
  private:
@@ -133,7 +130,7 @@ class ByCopies {
 };
 
 // NCCL's all-reduce of each block, in place. The first rank's part brings the bias.
-void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles, cudaStream_t stream) {
+void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles) {
   Blocks blocks(o.m, o.n);
   for (int block = 0; block < blocks.count; ++block) {
     int64_t first = blocks.first(block), count = blocks.rows(block);
@@ -148,7 +145,6 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles, cudaStream_t 
   }
   multiply_wgrad(o, tiles);
   tiles.join(Tiles::caller, Tiles::beside);
-  follow(stream, group.transfers);
 }
 
 // The same exchange as `ByCopies`, by NCCL, so that the sums are rounded alike.
@@ -166,8 +162,6 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
   auto gather = start_gather(group, Tier::nccl, rows, row_bytes, sums, true, workspace);
   for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
   check(cudaMemcpyAsync(o.y, gather->all(), o.m * row_bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
-  parts.scatter().finish(stream);
-  gather->finish(stream);
 }
 
 // One matmul and one kernel, on the caller's stream alone.
@@ -191,7 +185,7 @@ void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Worksp
   } else if (group.deterministic) {
     by_nccl_in_order(group, o, tiles, workspace, stream);
   } else {
-    by_nccl(group, o, tiles, stream);
+    by_nccl(group, o, tiles);
   }
   tiles.end();
 }

@@ -41,7 +41,6 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
     tiles.multiply(Tiles::caller, product);
     tiles.join(Tiles::caller, Tiles::beside);
   }
-  parts.scatter().finish(stream);
   tiles.end();
 }
 

@@ -40,7 +40,8 @@ struct Areas {
     __syncthreads();
   }
 
-  // -> the number of this sum. The last block to have read it counts it.
+  // -> the number of this sum. The last block to have read it counts it. The matmul before it may still be writing
+  // until `follow_matmul`.
   __device__ uint32_t begin() const {
     __shared__ uint32_t epoch;
     if (threadIdx.x == 0) {
@@ -60,6 +61,14 @@ struct Areas {
     if (in_graph && blockIdx.x == 0 && threadIdx.x == 0) replays->small_ended = epoch;
   }
 };
+
+// All that the kernel before this one on the stream has written is seen from now on. `launch` lets this one start while
+// that one ends, which hides the start and `begin`.
+__device__ void follow_matmul() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
 
 // What a peer has written is not to come from this multiprocessor's cache.
 __device__ int4 read(const char* from) { return __ldcg(reinterpret_cast<const int4*>(from)); }
@@ -89,6 +98,7 @@ __global__ void __launch_bounds__(threads)
     one_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n) {
   constexpr int width = 16 / sizeof(T);
   uint32_t epoch = areas.begin(), turn = epoch % 2;
+  follow_matmul();
   int64_t first = blockIdx.x * threads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * threads;
   for (int64_t i = first; i < vectors; i += step) {
     int4 value = *reinterpret_cast<const int4*>(part + i * 16);
@@ -109,6 +119,7 @@ __global__ void __launch_bounds__(threads)
     two_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n) {
   constexpr int width = 16 / sizeof(T);
   uint32_t epoch = areas.begin(), turn = epoch % 2;
+  follow_matmul();
   int64_t first = blockIdx.x * threads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * threads;
   int64_t share = areas.stride / 16;  // vectors that a rank adds; the last ones may have fewer
   auto count = [&](int owner) { return min(share, vectors - owner * share); };
@@ -148,14 +159,23 @@ int64_t stride_of(const Group& group, int64_t vectors) {
 }
 
 template <typename T>
-void launch(const Areas& areas, bool once, void* y, const void* part, const void* bias, int64_t vectors, int64_t n,
-            cudaStream_t stream) {
+void launch(const Areas& areas, bool once, bool starts_early, void* y, const void* part, const void* bias,
+            int64_t vectors, int64_t n, cudaStream_t stream) {
   int64_t each = once ? vectors : areas.stride / 16;
   int blocks = static_cast<int>(std::clamp<int64_t>((each + threads - 1) / threads, 1, PeerMemory::small_blocks));
   auto kernel = once ? one_shot<T> : two_shot<T>;
-  kernel<<<blocks, threads, 0, stream>>>(areas, static_cast<char*>(y), static_cast<const char*>(part),
-                                         static_cast<const T*>(bias), vectors, n);
-  check(cudaGetLastError(), "small_all_reduce");
+  cudaLaunchAttribute early{};
+  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  early.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = blocks;
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &early;
+  config.numAttrs = starts_early ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, areas, static_cast<char*>(y), static_cast<const char*>(part),
+                           static_cast<const T*>(bias), vectors, n),
+        "small_all_reduce");
 }
 
 }  // namespace
@@ -181,17 +201,17 @@ void small_all_reduce(Group& group, void* y, const void* part, const void* bias,
   areas.rank = group.rank;
   areas.size = group.size;
   areas.stride = stride_of(group, vectors);
-  bool once = by_one_shot(group, vectors);
+  bool once = by_one_shot(group, vectors), early = group.architecture >= 9;
   group.begin_small_sum(stream);
   switch (type) {
     case Type::float16:
-      launch<__half>(areas, once, y, part, bias, vectors, n, stream);
+      launch<__half>(areas, once, early, y, part, bias, vectors, n, stream);
       break;
     case Type::bfloat16:
-      launch<__nv_bfloat16>(areas, once, y, part, bias, vectors, n, stream);
+      launch<__nv_bfloat16>(areas, once, early, y, part, bias, vectors, n, stream);
       break;
     default:
-      launch<float>(areas, once, y, part, bias, vectors, n, stream);
+      launch<float>(areas, once, early, y, part, bias, vectors, n, stream);
   }
   group.end_small_sum(stream);
 }

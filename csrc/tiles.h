@@ -16,11 +16,12 @@ class Tiles {
       : type_(type), rows_(rows), group_(group), matmul_(group.matmul(type)), streams_{stream, group.beside} {
     if (group.begun().count) tick(group.begun(), stream);
     for (char*& own : workspaces_) own = workspace.take(workspace_bytes);
-    follow({group.beside, group.transfers}, stream);
+    group.lead();
   }
 
-  // All is enqueued, and the caller's stream follows it.
+  // All is enqueued. The caller's stream follows what is on its own lane, or joined to it, and all transfers.
   void end() {
+    follow(streams_[caller], group_.transfers);
     if (group_.ended().count) tick(group_.ended(), streams_[caller]);
   }
 

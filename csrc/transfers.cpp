@@ -28,11 +28,6 @@ class ByCopies : public Interface {
 
   int processors() const override { return 0; }
 
-  void finish(cudaStream_t stream) override {
-    follow(stream, group_.transfers);
-    group_.tell_emptied(use_, stream);
-  }
-
  protected:
   char* slot(int rank) const { return group_.peers->slot(rank, use_.slot); }
 
@@ -49,7 +44,6 @@ class ByNccl : public Interface {
       : group_(group), rows_(rows), row_bytes_(row_bytes), memory_(memory) {}
 
   int processors() const override { return group_.spared(); }
-  void finish(cudaStream_t stream) override { follow(stream, group_.transfers); }
 
  protected:
   // One step of an exchange in which every rank sends to one peer and receives from another.

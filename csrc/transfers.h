@@ -33,8 +33,6 @@ class Transfer {
   virtual ~Transfer() = default;
   // How many multiprocessors a matmul beside it should leave to it.
   virtual int processors() const = 0;
-  // After the last use on `stream` of what has arrived; `stream` also waits until all has left.
-  virtual void finish(cudaStream_t stream) = 0;
 };
 
 // Every rank's rows on their way here. Peers arrive in the order rank + 1, rank + 2, ...

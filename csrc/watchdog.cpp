@@ -37,16 +37,17 @@ cudaEvent_t Watchdog::new_event() {
   return event;
 }
 
-void Watchdog::begin(const char* operation, cudaStream_t stream) {
+cudaEvent_t Watchdog::begin(const char* operation, cudaStream_t stream) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
     next_ = {operation, new_event(), new_event()};
   }
   // Without the lock, which the other thread needs: it is what frees a full stream, on which this would wait.
   check(cudaEventRecord(next_.begun, stream), "cudaEventRecord");
+  return next_.begun;
 }
 
-void Watchdog::end(cudaStream_t stream) {
+cudaEvent_t Watchdog::end(cudaStream_t stream) {
   check(cudaEventRecord(next_.ended, stream), "cudaEventRecord");
   bool first = false;
   {
@@ -61,6 +62,7 @@ void Watchdog::end(cudaStream_t stream) {
     }
   }
   if (first) wake_.notify_all();  // else it looks every now and then
+  return next_.ended;
 }
 
 void Watchdog::watch_replays(const char* operation) {

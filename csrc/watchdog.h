@@ -26,8 +26,9 @@ class Watchdog {
   ~Watchdog();
 
   // Around an operation that is enqueued on `stream`. Time counts from when the GPU has come to its beginning.
-  void begin(const char* operation, cudaStream_t stream);
-  void end(cudaStream_t stream);
+  // -> the events of its beginning and end, which other streams may wait for.
+  cudaEvent_t begin(const char* operation, cudaStream_t stream);
+  cudaEvent_t end(cudaStream_t stream);
   // `operation` is captured: from now on, that replays end is watched too.
   void watch_replays(const char* operation);
 

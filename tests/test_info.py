@@ -51,7 +51,9 @@ def test_json_here(capsys):
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert found["extension"]["built"] or found["extension"]["reason"]
     assert found["uses"]["backend"] == ("nccl" if found["gpus"] else "gloo")
-    assert found["uses"]["cross entropy"].startswith("Triton" if found["gpus"] else "plain path")
+    kernels = found["uses"]["embedding, gated activation, cross entropy"]
+    assert kernels.startswith("Triton" if found["gpus"] else "plain path")
+    assert found["uses"]["matmuls"].startswith("overlapped" if len(found["gpus"]) > 1 else "plain path")
 
 
 def test_text_here(capsys):

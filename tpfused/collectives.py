@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfused.autograd import once_differentiable
+from tpfused.autograd import once_differentiable, records_gradient
 from tpfused.group import TPGroup
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 
@@ -231,12 +231,12 @@ class _CopyToReplicas(torch.autograd.Function):
 
 def copy_to_replicas(x: Tensor, group: TPGroup) -> Tensor:
     """A shard that several ranks own, each computing a part with it; all shards of one size. Its gradient is summed."""
-    return x if group.replicas == 1 else _CopyToReplicas.apply(x, group)
+    return _CopyToReplicas.apply(x, group) if group.replicas > 1 and records_gradient(x) else x
 
 
 def copy_to_group(x: Tensor, group: TPGroup) -> Tensor:
     """`x`, whole on each rank, where sharded computation begins. Its gradient is all-reduced."""
-    return x if group.size == 1 else _CopyToGroup.apply(x, group)
+    return _CopyToGroup.apply(x, group) if group.size > 1 and records_gradient(x) else x
 
 
 def reduce_from_group(x: Tensor, group: TPGroup) -> Tensor:

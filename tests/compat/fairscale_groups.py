@@ -36,6 +36,16 @@ def float64_on(device):
         torch.set_default_dtype(torch.float32)
 
 
+@contextmanager
+def default_type(device, name="Float"):
+    """What fairscale's own layers go by, and torch's default device does not change."""
+    torch.set_default_tensor_type(f"torch.{'cuda.' if device.type == 'cuda' else ''}{name}Tensor")
+    try:
+        yield
+    finally:
+        torch.set_default_tensor_type("torch.FloatTensor")
+
+
 def own(whole, dim):
     size, rank = initialize.get_model_parallel_world_size(), initialize.get_model_parallel_rank()
     start, stop = shard_range(whole.shape[dim], size, rank)

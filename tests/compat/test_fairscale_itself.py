@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tests.compare import assert_close, collectives_made, refuses
-from tests.compat.fairscale_groups import THEIRS, float64_on, model_parallel
+from tests.compat.fairscale_groups import THEIRS, default_type, model_parallel
 from tpfused.compat import fairscale as compat
 from tpfused.compat.fairscale import initialize
 
@@ -48,7 +48,7 @@ def program(library, ctx, seed):
 
 def check_against_fairscale(ctx, tp, seed):
     theirs = import_module(f"{THEIRS}.initialize")
-    with float64_on(ctx.device):
+    with default_type(ctx.device, "Double"):
         with model_parallel(tp, theirs):
             expected = program(THEIRS, ctx, seed)
             # The program's library still makes the groups.

@@ -6,7 +6,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.compat.fairscale_groups import THEIRS, model_parallel, own
+from tests.compat.fairscale_groups import THEIRS, default_type, model_parallel, own
 from tpfused.compat.fairscale import initialize, layers
 
 pytest.importorskip(f"{THEIRS}.layers")
@@ -23,11 +23,8 @@ COLUMNS = ("wo.weight", "w2.weight")  # of row-parallel layers
 
 def build(args, device):
     """The model in a reference program's way: defaults set, nothing initialised, all weights from a checkpoint."""
-    torch.set_default_device(device)
-    try:
+    with default_type(device):
         return import_module("llama_models.llama3.model").Transformer(args)
-    finally:
-        torch.set_default_device(None)
 
 
 def checkpoint(model, seed):

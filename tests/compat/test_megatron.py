@@ -76,6 +76,7 @@ def linear_case(kind, block, sequence_parallel, own_weight=True, **options):
 
 def check_column(ctx, tp, mode, seed):
     block = Block(ctx, tp, mode, seed)
+    torch.manual_seed(block.seed)
     for sequence_parallel in (False, True):
         for options in (
             {},
@@ -91,6 +92,7 @@ def check_column(ctx, tp, mode, seed):
 
 def check_row(ctx, tp, mode, seed):
     block = Block(ctx, tp, mode, seed)
+    torch.manual_seed(block.seed)
     for sequence_parallel in (False, True):
         for options in ({}, {"skip_bias_add": True}, {"input_is_parallel": False}):
             linear_case(RowParallelLinear, block, sequence_parallel, **options)

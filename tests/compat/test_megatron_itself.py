@@ -168,7 +168,7 @@ def test_gated_gpt_is_the_same(workers, tp, seed):
 def call_of(function):
     """Names, kinds and defaults of what can be given, but for what Megatron's versions do not agree on."""
     parameters = inspect.signature(function).parameters.values()
-    return [(p.name, p.kind, p.default) for p in parameters if p.name != "tp_group"]
+    return [(p.name, p.kind, p.default) for p in parameters if p.name not in ("tp_group", "name")]
 
 
 def check_names(ctx):

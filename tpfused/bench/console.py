@@ -1,10 +1,12 @@
 """What the user sees: a bar on a terminal or a line a case elsewhere, then a table an operation. Plain without rich."""
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from tpfused.bench.results import NUMBERS, Row, by_case, cells, header, headline
+
+Line = tuple[Sequence[str], str | None]  # cells, and a style
 
 
 def make_console() -> "PlainConsole":
@@ -24,13 +26,19 @@ class PlainConsole:
         yield _Lines(self.say, total)
 
     def table(self, title: str, rows: Sequence[Row]) -> None:
-        lines = [header(rows), *cells(rows)]
+        lines = cells(rows)
+        groups = [[(next(lines), _style(row)) for row in variants] for variants in by_case(rows)]
+        self.grid(title, header(rows), groups, NUMBERS)
+
+    def grid(self, title: str, names: Sequence[str], groups: Sequence[Sequence[Line]], numbers: Container[str]) -> None:
+        """Lines of cells below their `names`, those in `numbers` on the right; a rule after each group."""
+        lines = [names, *(line for group in groups for line, _ in group)]
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         self.say(f"\n{title}")
         for line in lines:
             aligned = [
-                cell.rjust(width) if name in NUMBERS else cell.ljust(width)
-                for name, cell, width in zip(lines[0], line, widths, strict=True)
+                cell.rjust(width) if name in numbers else cell.ljust(width)
+                for name, cell, width in zip(names, line, widths, strict=True)
             ]
             self.say("  ".join(aligned).rstrip())
 
@@ -55,19 +63,18 @@ class RichConsole(PlainConsole):
         with Progress(*columns, console=self.console, transient=True) as progress:
             yield _Bar(progress, progress.add_task("", total=total))
 
-    def table(self, title: str, rows: Sequence[Row]) -> None:
+    def grid(self, title: str, names: Sequence[str], groups: Sequence[Sequence[Line]], numbers: Container[str]) -> None:
         if not self.console.is_terminal:
-            super().table(title, rows)  # a log keeps its lines whole, however wide
+            super().grid(title, names, groups, numbers)  # a log keeps its lines whole, however wide
             return
         from rich.table import Table
 
         table = Table(title=title, title_justify="left")
-        for name in header(rows):
-            table.add_column(name, justify="right" if name in NUMBERS else "left", no_wrap=name in NUMBERS)
-        lines = cells(rows)
-        for variants in by_case(rows):
-            for row in variants:
-                table.add_row(*next(lines), style=_style(row))
+        for name in names:
+            table.add_column(name, justify="right" if name in numbers else "left", no_wrap=name in numbers)
+        for group in groups:
+            for line, style in group:
+                table.add_row(*line, style=style)
             table.add_section()
         self.console.print(table)
 
@@ -85,9 +92,10 @@ class _Lines:
     def start(self, label: str) -> None:
         self.label = label
 
-    def done(self, rows: Sequence[Row]) -> None:
+    def done(self, rows: Sequence[Row], told: str | None = None) -> None:
+        """`told`: instead of their headline."""
         self.number += 1
-        self.say(f"{self.number}/{self.total}  {self.label}: {headline(rows)}")
+        self.say(f"{self.number}/{self.total}  {self.label}: {told or headline(rows)}")
 
 
 class _Bar:
@@ -97,5 +105,5 @@ class _Bar:
     def start(self, label: str) -> None:
         self.progress.update(self.task, description=label)
 
-    def done(self, rows: Sequence[Row]) -> None:
+    def done(self, rows: Sequence[Row], told: str | None = None) -> None:
         self.progress.advance(self.task)

@@ -103,7 +103,11 @@ NUMBERS: dict[str, Callable[[Row], str]] = {
     "ratio (IQR)": lambda row: _with_spread(row, "ratio", 3) if row["ratio"] is not None else "",
     "exposed us": _number("exposed_us", ".1f"),
     "hidden": _number("hidden", ".2f"),
-    "rate": lambda row: f"{row['rate']:,.0f} {row['unit']}",
+    "rate": lambda row: "" if row["rate"] is None else f"{row['rate']:,.0f} {row['unit']}",
+    "algorithm GB/s": _number("algorithm_gbps", ",.2f"),
+    "bus GB/s": _number("bus_gbps", ",.2f"),
+    "fit us": _number("fit_us", ",.1f"),
+    "fit error": _number("fit_error", "+.1%"),
     "extra MiB": _number("extra_bytes", ",.1f", 2**20),
     "tokens/s": _number("tokens_per_s", ",.0f"),
     "x ours (IQR)": lambda row: _with_spread(row, "times_ours", 3) if row.get("times_ours") is not None else "",
@@ -117,16 +121,21 @@ NUMBERS: dict[str, Callable[[Row], str]] = {
 
 
 def header(rows: Sequence[Row]) -> list[str]:
-    return ["case", "pass", "variant", *_shown(rows), ""]
+    return [*_named(rows), "variant", *_shown(rows), ""]
 
 
 def cells(rows: Sequence[Row]) -> Iterator[list[str]]:
     """A line of the table for each row; what the line above says already is left out."""
-    shown = _shown(rows)
+    named, shown = _named(rows), _shown(rows)
     for variants in by_case(rows):
         for number, row in enumerate(variants):
-            first = [row["case"], row["pass"]] if number == 0 else ["", ""]
+            first = [row[name] if number == 0 else "" for name in named]
             yield [*first, row["variant"], *(_cell(title, row) for title in shown), _remarks(row)]
+
+
+def _named(rows: Sequence[Row]) -> list[str]:
+    """What names a case: collectives have no forward and backward."""
+    return ["case", "pass"] if any(row["pass"] for row in rows) else ["case"]
 
 
 def _shown(rows: Sequence[Row]) -> list[str]:

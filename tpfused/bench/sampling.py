@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 from collections.abc import Callable, Hashable
@@ -32,9 +33,13 @@ class Sampled:
 
 
 def join(device: str, worker: Worker) -> torch.device:
-    """This rank's device of type "cuda" or "cpu", made current, once it is in the default group."""
+    """This rank's device of type "cuda" or "cpu", made current, once it is in the default group. Ranks share a CPU's
+    cores evenly.
+    """
     if device == "cuda":
         torch.cuda.set_device(worker.local_rank)
+    else:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // worker.local_world))
     found = torch.device(device, worker.local_rank if device == "cuda" else None)
     join_group(worker, found, TIMEOUT_S)
     return found

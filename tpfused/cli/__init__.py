@@ -15,6 +15,7 @@ COMMANDS = {
     "train": "train a tensor-parallel Transformer beside its dense twin",
     "check": "compare every operation and layer with the dense computation, on your GPUs",
     "bench": "measure the kernels on this machine beside what PyTorch has",
+    "plan": "predict memory, traffic and time of a model at each degree of parallelism",
 }
 
 EXAMPLES = """\
@@ -25,6 +26,7 @@ examples:
   tpfused train --help                 everything that train can do
   tpfused check                        whether all numbers are right on these GPUs
   tpfused bench kernels --quick        how fast the kernels are on this GPU
+  tpfused plan --model llama3-8b       how to split a model over these GPUs
 
 `python -m tpfused` is the same command.
 """

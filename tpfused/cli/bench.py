@@ -16,6 +16,7 @@ examples:
   tpfused bench kernels                    everything
   tpfused bench kernels --help             everything that it can do
   tpfused bench overlap --quick            matmuls with a collective, on all GPUs
+  tpfused bench comm --quick               collectives alone, on all GPUs or a CPU
   tpfused bench model --quick              a LLaMA model, trained and decoded
 """
 
@@ -101,6 +102,47 @@ is shown); 2 something in the command line is wrong, or there are too few GPUs;
 130 interrupted (the files then hold what was done).
 """
 
+COMM = """\
+Times collectives alone: all-reduce, all-gather, reduce-scatter, broadcast and
+all-to-all, from 1 KiB to 1 GiB (on a CPU to 16 MiB), with NCCL on GPUs and gloo
+on a CPU, and fits the latency and the bandwidth of each.
+
+Sizes and bandwidths are those of nccl-tests: a size is that of the whole (what
+an all-gather gives, what a reduce-scatter takes);
+
+  algorithm GB/s  size / time
+  bus GB/s        that, times what each link must carry: 2 (n - 1) / n for an
+                  all-reduce, 1 for a broadcast, (n - 1) / n for the others,
+                  on n ranks. It can be compared with the link's own speed
+  fit us          alpha + size / beta, by relative least squares over the sizes
+
+With --tp and --dp the ranks are a grid, and both kinds of its groups are
+measured, all groups of a kind at the same time: tp, of ranks side by side, and
+dp, of those tp apart. Sizes and kinds of group take turns; every figure is the
+slowest rank's, and every collective's result is looked at once.
+
+The file of --json is what tpfused plan --from takes: it has the fits, and the
+speed of a matmul, of attention and of memory.
+"""
+
+COMM_EXAMPLES = """\
+operations: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all
+
+examples:
+  tpfused bench comm --quick               5 sizes of each, on all GPUs
+  tpfused bench comm --gpus 2 --json comm.json --plot plots
+                                           all sizes, on two; keep and draw them
+  tpfused bench comm --tp 4 --dp 2         the groups of a 4 x 2 grid
+  tpfused bench comm --op all_reduce --sizes 64K,1M,256M
+                                           these only
+  tpfused bench comm --cpu --gpus 4        four processes, by gloo
+  torchrun --nproc_per_node 8 -m tpfused bench comm
+                                           in workers that torchrun starts
+
+Exit codes: 0 done; 1 a collective was wrong or a worker failed; 2 something in
+the command line is wrong; 130 interrupted (the files then hold what was done).
+"""
+
 MODEL = """\
 Times LLaMA-3-8B (random weights, some of its layers) on 1, 2, 4, ... GPUs of
 one host: forward, and forward and backward with the vocabulary-parallel loss,
@@ -153,6 +195,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     areas = parser.add_subparsers(title="benchmarks", metavar="BENCHMARK", dest="area", required=True)
     _add_kernels(areas)
     _add_overlap(areas)
+    _add_comm(areas)
     _add_model(areas)
 
 
@@ -188,6 +231,23 @@ def _add_overlap(areas) -> None:
     )
     what.add_argument("--sweep", action="store_true", help="also 1 to 16384 tokens of the 8B shape")
     how.add_argument("--gpus", type=int, metavar="N", help="how many (default: all); torchrun's own number under it")
+
+
+def _add_comm(areas) -> None:
+    what, how = _add_area(
+        areas,
+        "comm",
+        help="collectives alone, on several GPUs or a CPU",
+        description=COMM,
+        epilog=COMM_EXAMPLES,
+        quick="5 of the sizes, 5 rounds",
+        dtypes="bf16 (default), fp16 or fp32",
+    )
+    what.add_argument("--sizes", metavar="LIST", help="these sizes, such as 4K,1M,1G, of whatever --quick says")
+    how.add_argument("--gpus", type=int, metavar="N", help="how many ranks (default: all GPUs, or 2 on a CPU)")
+    how.add_argument("--tp", type=int, metavar="N", help="ranks of a tensor-parallel group (default: all)")
+    how.add_argument("--dp", type=int, metavar="N", help="ranks of a data-parallel group (default: 1)")
+    how.add_argument("--cpu", action="store_true", help="on the CPU, even where there is a GPU")
 
 
 def _add_model(areas) -> None:
@@ -240,6 +300,8 @@ def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
 def run(args: argparse.Namespace) -> int:
     if args.area == "overlap":
         from tpfused.bench.overlap.job import execute
+    elif args.area == "comm":
+        from tpfused.bench.comm.job import execute
     elif args.area == "model":
         from tpfused.bench.model.job import execute
     else:

@@ -40,6 +40,7 @@ def collect() -> dict:
     torch = _import_torch()
     gpus = _gpus(torch)
     smi = _nvidia_smi_gpus()
+    built = _extension(torch, gpus)
     return {
         "versions": {
             "tpfused": tpfused.__version__,
@@ -52,13 +53,13 @@ def collect() -> dict:
         },
         "gpus": gpus,
         "links": _links(torch, gpus, smi),
-        "extension": _extension(torch, gpus),
+        "extension": built,
         "choices": {
             "kept_in": str(saved.path()),
             "measured": {place: len(cases) for place, cases in saved.load().items()},
             "forced_tier": os.environ.get("TPFUSED_TIER") or None,
         },
-        "uses": _uses(torch, gpus),
+        "uses": _uses(torch, gpus, built),
     }
 
 
@@ -242,7 +243,21 @@ def _dotted_nccl(number: int) -> str:
     return f"{number // 10000}.{number % 10000 // 100}.{number % 100}"
 
 
-def _cross_entropy(gpus: list[dict]) -> str:
+def _matmuls(gpus: list[dict], built: dict, backend: str) -> str:
+    if len(gpus) > 1 and (built.get("usable") or _can_be_built(built)):
+        return "overlapped with their collectives, where that is the faster"
+    return f"plain path: torch's, then {backend} collectives"
+
+
+def _can_be_built(built: dict) -> bool:
+    """At first use, if it is not there."""
+    try:
+        return not built["built"] and extension.find_toolchain() is not None
+    except extension.NotBuildable:
+        return False
+
+
+def _kernels(gpus: list[dict]) -> str:
     if not gpus:
         return "plain path: Triton's kernels need a GPU"
     if find_spec("triton") is None:
@@ -251,13 +266,13 @@ def _cross_entropy(gpus: list[dict]) -> str:
     return "plain path on GPUs older than Ampere, else Triton kernels" if old else "Triton kernels"
 
 
-def _uses(torch, gpus: list[dict]) -> dict:
+def _uses(torch, gpus: list[dict], built: dict) -> dict:
     if torch is None:
         return {"device": "none: torch cannot be imported"}
     backend = "nccl" if gpus and _nccl_version(torch) else "gloo"
     return {
         "device": f"cuda ({len(gpus)})" if gpus else "cpu",
         "backend": backend,
-        "layers": f"plain path: torch's matmuls, then {backend} collectives",
-        "cross entropy": _cross_entropy(gpus),
+        "matmuls": _matmuls(gpus, built, backend),
+        "embedding, gated activation, cross entropy": _kernels(gpus),
     }

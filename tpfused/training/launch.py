@@ -114,6 +114,8 @@ def join_group(worker: Worker, device: "torch.device", timeout_s: float = COLLEC
         # Given outright, the store and the rank leave nothing to environment variables.
         store = dist.TCPStore("127.0.0.1", worker.port, is_master=False, timeout=timeout)
         place = dict(store=store, rank=worker.rank, world_size=worker.world)
+    elif worker.world == 1:
+        place = dict(store=dist.HashStore(), rank=0, world_size=1)
     on_gpu = device.type == "cuda"
     dist.init_process_group(
         "nccl" if on_gpu else "gloo", timeout=timeout, device_id=device if on_gpu else None, **place

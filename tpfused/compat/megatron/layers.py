@@ -11,7 +11,8 @@ A `config` is Megatron's ``ModelParallelConfig`` or any object with some of thes
 All others are ignored, for they do not change results here: ``gradient_accumulation_fusion`` (gradients go to
 ``.grad``, from where Megatron's data parallelism takes them), ``async_tensor_model_parallel_allreduce``,
 ``tp_comm_overlap`` and its like (tpfused overlaps as it measures best), ``cpu_offloading``, ``deterministic_mode``
-(`tpfused.deterministic` is for that). So are the arguments `keep_master_weight_for_test` and `tp_comm_buffer_name`.
+(`tpfused.deterministic` is for that). So are the arguments `keep_master_weight_for_test`, `tp_comm_buffer_name` and
+`name`.
 """
 
 from __future__ import annotations
@@ -156,6 +157,7 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
         tp_comm_buffer_name: str | None = None,
         disable_grad_reduce: bool = False,
         tp_group: dist.ProcessGroup | None = None,
+        name: str | None = None,
     ):
         _refuse("ColumnParallelLinear", is_expert=is_expert, disable_grad_reduce=disable_grad_reduce)
         _refuse(
@@ -248,6 +250,7 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
         is_expert: bool = False,
         tp_comm_buffer_name: str | None = None,
         tp_group: dist.ProcessGroup | None = None,
+        name: str | None = None,
     ):
         _refuse("RowParallelLinear", is_expert=is_expert)
         place = self._setup(config, init_method, tp_group, stride)

@@ -1,0 +1,213 @@
+"""`tpfused plan`: what it teaches and refuses, a plan from numbers, from a file, and blocks that are run."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from tpfused import cli
+from tpfused.bench.console import PlainConsole
+from tpfused.planning import job, report
+from tpfused.planning.time import Time
+
+NUMBERS = "--tflops 700 --memory-gbps 3000 --bus-gbps 330 --latency-us 15 --memory-gib 80".split()
+TINY = "--hidden 32 --ffn 96 --heads 4 --kv-heads 2 --vocab 64 --layers 2 --sequence 32 --cpu".split()
+
+
+def plan(*options):
+    return cli.main(["plan", *options])
+
+
+def test_help_teaches(capsys):
+    with pytest.raises(SystemExit) as end:
+        plan("--help")
+    told = capsys.readouterr().out
+    assert end.value.code == 0
+    for words in ("examples:", "tpfused bench comm --json", "Exit codes:", "bubble", "--no-overlap", "llama3-70b"):
+        assert words in told, words
+
+
+@pytest.mark.parametrize(
+    "options, told",
+    [
+        ([], "give --model (llama3-8b, llama3-70b, gpt2), or --hidden, --ffn"),
+        (["--model", "llama4"], "unknown model 'llama4'"),
+        (["--model", "gpt2", "--heads", "7"], "hidden 768 is no multiple of heads 7"),
+        (["--model", "gpt2", "--sequence", "2048"], "--sequence 2048 is more than the model's 1024 positions"),
+        (["--model", "gpt2", "--gpus", "0"], "--gpus must be at least 1, not 0"),
+        (["--model", "gpt2", "--micro-batch", "-1"], "--micro-batch must be at least 1"),
+        (["--model", "gpt2", "--tflops", "nan"], "--tflops must be above 0"),
+        (["--model", "gpt2", "--gpus", "2", "--tflops", "1"], "give --memory-gbps, --memory-gib, --bus-gbps as well"),
+        (["--model", "gpt2", "--gpus", "2", "--bus-gbps", "1"], "give --tflops, --memory-gbps, --memory-gib as well"),
+        (["--model", "gpt2", "--latency-us", "1"], "--latency-us goes with --bus-gbps"),
+        (["--model", "gpt2", "--dtype", "fp8"], "unknown dtype 'fp8'"),
+        (["--model", "gpt2", "--style", "bert"], "'bert'"),
+        (["--model", "gpt2", "--gpus", "8", "--tp", "8", *NUMBERS], "no layout of 8 GPUs, --tp 8"),
+        (["--model", "gpt2", "--gpus", "4", "--batch", "3", "--dp", "4", *NUMBERS], "the batch of 3"),
+        (["--model", "gpt2", "--from", "/nowhere.json"], "--from /nowhere.json: No such file"),
+        (["--model", "gpt2", "--json", "/nowhere/x.json"], "there is no folder"),
+        ([*TINY, "--check", "--tp", "3"], "no tp of 3 that splits 4 heads"),
+        ([*TINY[:-3]], "give --sequence"),
+    ],
+)
+def test_refuses(options, told, capsys):
+    assert plan(*options) == 2
+    err = capsys.readouterr().err
+    assert told in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"meta": {"rates": null, "memory_bytes": 1}}', '{"meta": {"rates": {}}}'])
+def test_refuses_a_file_of_something_else(text, tmp_path, capsys):
+    path = tmp_path / "run.json"
+    path.write_text(text)
+    assert plan("--model", "gpt2", "--from", str(path)) == 2
+    assert "is not what a whole run of tpfused bench comm --json writes" in capsys.readouterr().err
+
+
+def test_a_plan_from_numbers(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert plan("--model", "llama3-8b", "--gpus", "8", "--batch", "32", "--json", str(path), *NUMBERS) == 0
+    out = capsys.readouterr().out
+    assert "llama3-8b of 8.03 B parameters on 8 GPUs, 32 sequences of 8192 tokens a step, bf16" in out
+    assert "groups of 4, 8 were not measured" in out and "from the command line" in out
+    found = json.loads(path.read_text())
+    rows = found["rows"]
+    assert found["meta"]["shape"]["hidden"] == 4096 and found["meta"]["rates"]["matmul_tflops"] == 700
+    assert all(row["tp"] * row["dp"] * row["pp"] == 8 for row in rows) and len(rows) == 10
+    fit = [row["fits"] for row in rows]
+    assert fit == sorted(fit, reverse=True) and fit[0] and not fit[-1]
+    steps = [row["step_us"] for row in rows if row["fits"]]
+    assert steps == sorted(steps)
+    for row in rows:
+        assert row["fits"] == (row["memory_bytes"]["total"] <= 0.9 * 80 * 2**30)
+        assert row["recomputed"] or row["fits"]
+        held = row["activation_bytes"]
+        kept, again = (held[f"{what}, SP"] for what in ("kept", "recomputed"))
+        assert row["memory_bytes"]["activations"] == (again if row["recomputed"] else kept) and again < kept
+        whole = held["kept"]
+        assert kept < whole if row["tp"] > 1 else kept == whole
+    lines = [line for line in out.splitlines() if re.match(r" \d", line)]
+    assert len(lines) == 3 * 10 and max(map(len, lines)) < 100
+    assert lines[9].endswith("yes        does not fit") and "does not fit" not in lines[0]
+    assert lines[10].split()[:3] == lines[0].split()[:3]
+
+
+def test_options_change_a_plan(tmp_path):
+    usual_ones = ["--model", "llama3-8b", "--gpus", "2", "--tp", "2", *NUMBERS, "--memory-gib", "500"]
+
+    def step_us(*options):
+        path = tmp_path / "plan.json"
+        assert plan(*usual_ones, "--json", str(path), *options) == 0
+        (row,) = json.loads(path.read_text())["rows"]
+        return row["step_us"]
+
+    usual = step_us()
+    assert step_us("--no-overlap") > usual and step_us("--checkpoint-activations") > usual
+    assert step_us("--layers", "16") < usual and step_us("--attention-tflops", "700") < usual
+    assert step_us("--bus-gbps", "100") > usual
+
+
+@pytest.fixture
+def comm_file(tmp_path):
+    """What `tpfused bench comm` writes, of a made-up machine."""
+    fits = [
+        {"op": op, "group": "all", "ranks": 2, "alpha_us": 10.0, "us_per_byte": 3e-6}
+        for op in ("all_reduce", "all_gather", "reduce_scatter", "broadcast")
+    ]
+    rates = {"matmul_tflops": 600.0, "attention_tflops": 300.0, "attention_backward_tflops": 250.0}
+    rates |= {"memory_gbps": 3000.0, "pass_rates": {"strided": 370.0, "joined": 220.0}, "fits": fits}
+    meta = {"card": "Some GPU", "gpus": 2, "dtype": "bf16", "rates": rates, "memory_bytes": 80 * 2**30}
+    path = tmp_path / "comm.json"
+    path.write_text(json.dumps({"meta": meta, "rows": []}))
+    return str(path)
+
+
+def test_a_plan_from_a_file(comm_file, capsys):
+    assert plan("--model", "llama3-8b", "--gpus", "2", "--from", comm_file, "--memory-gib", "192") == 0
+    out = capsys.readouterr().out
+    assert f"192 GiB; from {comm_file}: 2 x Some GPU, bf16" in out and "matmul 600 TFLOP/s" in out
+    assert "were not measured" not in out
+
+
+def test_a_file_without_what_is_needed(comm_file, capsys):
+    found = json.loads(Path(comm_file).read_text())
+    del found["meta"]["rates"]["fits"][1:3]
+    Path(comm_file).write_text(json.dumps(found))
+    assert plan("--model", "gpt2", "--gpus", "2", "--from", comm_file) == 2
+    assert "says nothing of all_gather, reduce_scatter" in capsys.readouterr().err
+    assert plan("--model", "gpt2", "--gpus", "1", "--from", comm_file) == 0
+    assert plan("--model", "gpt2", "--gpus", "1", "--dtype", "fp16", "--from", comm_file) == 2
+    assert "was measured in bf16, and --dtype is fp16" in capsys.readouterr().err
+
+
+def test_a_short_run(tmp_path, capsys):
+    """Two gloo workers measure what a plan needs."""
+    path = tmp_path / "plan.json"
+    assert plan(*TINY, "--gpus", "2", "--rounds", "1", "--memory-gib", "5", "--json", str(path)) == 0
+    found = json.loads(path.read_text())
+    rates = found["meta"]["rates"]
+    assert found["meta"]["memory_bytes"] == 5 * 2**30
+    assert rates["matmul_tflops"] > 0 and rates["pass_rates"].keys() == {"strided", "joined"}
+    assert {(fit["op"], fit["ranks"]) for fit in rates["fits"]} == {(op, 2) for op in job.USED}
+    assert [row["fits"] for row in found["rows"]] == [True] * 3
+    assert "from a short run on 2 x CPU" in capsys.readouterr().out
+
+
+def test_blocks_are_run(tmp_path, capsys):
+    """On a CPU only the machinery can be looked at: a small block's time is that of Python."""
+    path = tmp_path / "check.json"
+    options = [*TINY, "--check", "--gpus", "2", "--rounds", "1", "--dtype", "fp32", "--json", str(path)]
+    assert plan(*options, "--tolerance", "1e6") == 0, capsys.readouterr()
+    found = json.loads(path.read_text())
+    assert [row["tp"] for row in found["rows"]] == [1, 2] and found["meta"]["complete"]
+    for row in found["rows"]:
+        parts = row["parts_us"]
+        assert row["measured_us"] > 0 and row["overlapped"] is False and parts["hidden"] == 0
+        assert all(parts[name] > 0 for name in ("matmul", "attention", "elementwise"))
+        assert len(row["alone_us"]) == 12 + 2 + 3 and all(us > 0 for us in row["alone_us"].values())
+        assert (parts["communication"] > 0) is (row["tp"] == 2)
+        assert row["predicted_us"] == pytest.approx(sum(parts.values()), rel=1e-3)
+        assert row["error"] == pytest.approx(row["predicted_us"] / row["measured_us"] - 1, abs=1e-3)
+    assert "one after the other" in capsys.readouterr().out
+
+
+def test_a_prediction_that_is_off_ends_with_1(monkeypatch, capsys):
+    """16 % below what was measured, twice over."""
+
+    def run(command, function, argument, worker, world, on_event):
+        for setting in argument["settings"]:
+            on_event("start", "blocks")
+            on_event("checked", (setting, {job.BLOCKS: 200.0}, True))
+        return 0
+
+    monkeypatch.setattr(job, "run_on_ranks", run)
+    monkeypatch.setattr(job, "_predicted", lambda shape, setting, us, fits: Time(matmul=84.0))
+    assert plan(*TINY, "--check", "--gpus", "1") == 1
+    out = capsys.readouterr().out
+    assert "tp 1: the prediction is off by -16.0%, beyond 15 %" in out
+    assert plan(*TINY, "--check", "--gpus", "1", "--tolerance", "17") == 0
+
+
+def test_checked_table(capsys):
+    time = Time(matmul=8000.0, attention=2000.0, elementwise=1000.0, communication=900.0, hidden=400.0)
+    row = report.checked_row(2, time, 12000.0, True)
+    assert row["predicted_us"] == 11500.0 and row["error"] == -0.0417
+    report.show_checked(PlainConsole(), "ms", [row], 15)
+    assert capsys.readouterr().out.splitlines()[-1].split() == (
+        "2 11.50 12.00 -4.2% 8.00 2.00 1.00 0.90 0.40 overlapped".split()
+    )
+
+
+@pytest.mark.gpu
+def test_the_8b_block_on_gpus(tmp_path, capsys):
+    """Within 15 % of the measured time, on one GPU and on two."""
+    if not torch.cuda.is_available():
+        pytest.skip("no GPU")
+    path = tmp_path / "check.json"
+    gpus = str(min(2, torch.cuda.device_count()))
+    code = plan("--check", "--model", "llama3-8b", "--gpus", gpus, "--json", str(path))
+    out = capsys.readouterr().out
+    assert code == 0, out
+    assert [row["tp"] for row in json.loads(path.read_text())["rows"]] == [1, 2][: int(gpus)]

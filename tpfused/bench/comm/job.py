@@ -1,0 +1,170 @@
+"""`tpfused bench comm`: workers on all GPUs (or two on a CPU), or torchrun's; then fits, tables and files."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from functools import partial
+from typing import Any
+
+import torch
+
+from tpfused.bench.comm.cases import CPU_MOST, SIZES, Case, Grid, cases, grid, parse_sizes
+from tpfused.bench.comm.worker import run
+from tpfused.bench.console import make_console
+from tpfused.bench.options import (
+    check_options,
+    describe_run,
+    report,
+    rounds_and_seed,
+    run_on_ranks,
+    select,
+    settings,
+    write,
+)
+from tpfused.bench.results import Row
+from tpfused.bench.runner import DTYPES
+from tpfused.cli.errors import UserError
+from tpfused.planning.communication import OPERATIONS, Fit, fit
+from tpfused.planning.rates import Rates
+from tpfused.training.launch import Worker, torchrun_worker
+
+ROUNDS, QUICK_ROUNDS = 21, 5
+CPU_WORLD = 2
+
+
+def execute(options: Mapping[str, Any]) -> int:
+    """Do what the command line asks for; returns the exit code: 1 where a collective was wrong."""
+    worker = torchrun_worker(emit=lambda name, payload: None)
+    device, found = find_device(options["cpu"])
+    sizes = parse_sizes(options["sizes"]) if options["sizes"] else SIZES
+    if device == "cpu" and not options["sizes"] and not options["list"]:
+        sizes = [size for size in sizes if size <= CPU_MOST]
+    # Sizes that are given are all wanted: --quick then only means fewer rounds.
+    chosen = select(
+        OPERATIONS, partial(cases, sizes=sizes), options | {"quick": options["quick"] and not options["sizes"]}
+    )
+    if options["list"]:
+        for case in chosen:
+            print(f"{case.label}{'  (quick)' * case.quick}")
+        return 0
+    world = count_ranks(options, worker, device, found)
+    ranks = grid(world, options["tp"], options["dp"])
+    check_options(options, list(DTYPES))
+    rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
+    argument = {"cases": chosen, "device": device, "dtype": options["dtype"], "rounds": rounds, "seed": seed}
+    argument["groups"] = ranks.groups()
+    if worker is not None and worker.rank != 0:
+        run(argument, worker)
+        return 0
+    return _measure(argument, ranks, worker, options)
+
+
+def find_device(cpu: bool) -> tuple[str, int]:
+    """Where to run, and for how many ranks there is room on this host."""
+    found = torch.cuda.device_count()
+    return ("cpu", CPU_WORLD) if cpu or not found else ("cuda", found)
+
+
+def count_ranks(options: Mapping[str, Any], worker: Worker | None, device: str, found: int) -> int:
+    """How many ranks the options, or torchrun, ask for.
+
+    Raises:
+        UserError: too few, or more than there are GPUs.
+    """
+    world = worker.world if worker else _product(options["tp"], options["dp"]) or found
+    if worker is None and options["gpus"] is not None:
+        world = options["gpus"]
+    for name in ("tp", "dp", "gpus"):
+        if options[name] is not None and options[name] < 1:
+            raise UserError(f"--{name} must be at least 1, not {options[name]}")
+    if world < 2:
+        raise UserError(f"this needs at least two ranks, not {world}")
+    if device == "cuda" and (worker.local_world if worker else world) > found:
+        raise UserError(f"{world} GPUs were asked for, and torch finds {found} here")
+    return world
+
+
+def _product(tp: int | None, dp: int | None) -> int | None:
+    return tp * dp if tp and dp else None
+
+
+def is_bad(row: Row) -> bool:
+    return row["correct"] is False
+
+
+def fits_of(rows: Sequence[Row]) -> list[Fit]:
+    """The model of each collective on each kind of group of which two sizes or more were measured."""
+    points: dict[tuple, list[tuple[float, float]]] = {}
+    for row in rows:
+        points.setdefault((row["op"], row["group"], row["ranks"]), []).append((row["amount"], row["us"]))
+    return [fit(*key, measured) for key, measured in points.items() if len(measured) > 1]
+
+
+def put_beside(fits: Sequence[Fit], rows: Sequence[Row]) -> None:
+    """What the fits say, into the rows."""
+    known = {(each.op, each.group, each.ranks): each for each in fits}
+    for row in rows:
+        model = known.get((row["op"], row["group"], row["ranks"]))
+        if model is not None:
+            row["fit_us"] = round(model.us(row["amount"]), 3)
+            row["fit_error"] = round(row["fit_us"] / row["us"] - 1, 4)
+
+
+def tell(model: Fit) -> str:
+    """A fit in a line."""
+    where = f"{model.op}, {model.group}, {model.ranks} ranks"
+    speed = ""
+    if model.us_per_byte:
+        speed = f" + size / {1 / model.us_per_byte / 1e3:,.2f} GB/s (bus {model.bus_gbps:,.2f})"
+    off = f"off by {model.rms_error:.0%} (rms), {model.max_error:.0%} at most, of {model.points} sizes"
+    return f"{where}: {model.alpha_us:,.1f} us{speed}; {off}"
+
+
+def _measure(argument: dict[str, Any], ranks: Grid, worker: Worker | None, options: Mapping[str, Any]) -> int:
+    """Run and report; returns the exit code. What is done is in the files even if the rest is interrupted."""
+    console = make_console()
+    card = torch.cuda.get_device_name() if argument["device"] == "cuda" else "CPU"
+    meta = describe_run(card, ranks.world, options, argument["rounds"], argument["seed"])
+    meta |= {"device": argument["device"], "settings": settings(), "complete": False, "grid": asdict(ranks)}
+    meta |= {"dtype": argument["dtype"], "fits": [], "rates": None, "memory_bytes": None}
+    chosen: list[Case] = argument["cases"]
+    operations = dict.fromkeys(case.op for case in chosen)
+    console.say(f"{ranks.world} x {card}: {len(chosen)} cases, {argument['rounds']} rounds each")
+    rows: list[Row] = []
+    fits: list[Fit] = []
+    with console.progress(len(operations)) as progress:
+
+        def on_event(name: str, payload: Any) -> None:
+            if name == "start":
+                progress.start(payload)
+            elif name == "rows":
+                found = fits_of(payload)
+                put_beside(found, payload)
+                fits.extend(found)
+                rows.extend(payload)
+                meta["fits"] = [asdict(each) for each in fits]
+                best = max(row["bus_gbps"] for row in payload)
+                progress.done(
+                    payload, f"{payload[0]['us']:,.1f} us for {payload[0]['case']}, bus {best:,.2f} GB/s at best"
+                )
+                write(options, meta, rows)
+            else:
+                meta["memory_bytes"] = payload.pop("memory_bytes")
+                meta["rates"] = Rates(**payload, fits=tuple(fits)).as_dict()
+
+        code = run_on_ranks("bench comm", run, argument, worker, ranks.world, on_event)
+    meta["complete"] = code == 0
+    write(options, meta, rows)
+    bad = list(filter(is_bad, rows))
+    report(console, options, rows, bad)
+    if fits:
+        console.say("\ntime = latency + size / bandwidth, fitted:")
+    for each in fits:
+        console.say(f"  {tell(each)}")
+    if options["plot"] and rows:
+        from tpfused.bench.comm.plot import plot
+
+        for path in plot(meta, rows, fits, options["plot"]):
+            console.say(f"wrote {path}")
+    return code or int(bool(bad))

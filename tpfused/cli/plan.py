@@ -1,0 +1,122 @@
+"""`tpfused plan`: what will a model cost, split this way or that?"""
+
+import argparse
+
+DESCRIPTION = """\
+Predicts, for a Transformer and every way to split it over some GPUs (tensor,
+data and pipeline parallelism), the memory a GPU needs, what it sends, and the
+time of a training step, from what was measured of the machine: the latency and
+bandwidth of collectives, and the speed of matmuls, attention and memory.
+
+These come from a file that `tpfused bench comm --json FILE` wrote (on another
+machine, perhaps: nothing is run then), from options, or from a short run here.
+"""
+
+EXAMPLES = """\
+examples:
+  tpfused plan --model llama3-8b --batch 64
+                                           on all GPUs here, after a short run
+  tpfused bench comm --json comm.json
+  tpfused plan --model llama3-70b --gpus 64 --batch 512 --from comm.json
+                                           on 64 such GPUs
+  tpfused plan --model llama3-8b --gpus 8 --tflops 700 --memory-gbps 3000 \\
+      --bus-gbps 330 --latency-us 15 --memory-gib 80
+                                           on a machine that you only know of
+  tpfused plan --hidden 2048 --ffn 8192 --layers 24 --heads 16 --vocab 50304 \\
+      --style gpt --sequence 2048 --from comm.json --json plan.json
+                                           a model of your own
+  tpfused plan --check --model llama3-8b   is it right? Runs a block, too
+
+What the columns say:
+  step ms     micro-batches, one after the other, and the pipeline's bubble; then
+              data-parallel communication that backward does not hide, and AdamW
+  exposed ms  communication in it that nothing hides. Of a matmul and the
+              collective that overlaps it, the longer counts; --no-overlap adds
+              both, as torch's own operations do one after the other
+  bubble      (pp - 1) / micro-batches, the time a pipeline idles
+  GiB         weights, gradients, AdamW's state and activations, of the GPU with
+              most. What needs more than 90 % of a GPU's memory does not fit
+  recompute   blocks are computed again in backward (activation checkpointing):
+              where it does not fit otherwise, or --checkpoint-activations
+  tp sent, dp sent, pp sent
+              what a GPU sends in a step, for each kind of parallelism
+  kept, recomputed
+              activations without and with recomputation of the blocks; SP: under
+              sequence parallelism
+Formulas and their sources: the docstrings of tpfused/planning.
+
+Not counted: the time of the host (small models wait for it), input, and what
+several hosts between them have less of than one, unless it was measured. Data
+parallelism is DDP's: parameters, gradients and AdamW's state whole on each.
+
+--check runs a block, forward and backward, at each tp that the GPUs here allow,
+and compares its time with that predicted from its parts: its own matmuls and
+its attention, measured alone; the bytes of its other kernels over the speed of
+memory; its collectives by the fitted model.
+
+Exit codes: 0 done; 1 a worker failed or, with --check, a prediction was further
+off than --tolerance; 2 something in the command line is wrong; 130 interrupted.
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = DESCRIPTION
+    parser.epilog = EXAMPLES
+    parser.usage = "tpfused plan [options]"
+
+    model = parser.add_argument_group("the model")
+    model.add_argument("--model", metavar="NAME", help="llama3-8b, llama3-70b or gpt2; what follows changes it")
+    model.add_argument("--hidden", type=int, metavar="N", help="features of a token")
+    model.add_argument("--ffn", type=int, metavar="N", help="features between the feed-forward matmuls")
+    model.add_argument("--layers", type=int, metavar="N", help="blocks; with --check, how many to run (default: 1)")
+    model.add_argument("--heads", type=int, metavar="N", help="query heads")
+    model.add_argument("--kv-heads", type=int, metavar="N", help="heads of k and v (default: as many)")
+    model.add_argument("--vocab", type=int, metavar="N", help="size of the vocabulary")
+    model.add_argument(
+        "--style", metavar="NAME", help="llama (default) or gpt: positions, norms, SwiGLU or GELU, biases"
+    )
+
+    step = parser.add_argument_group("the step")
+    step.add_argument("--sequence", type=int, metavar="N", help="tokens of a sequence (default: the model's)")
+    step.add_argument("--batch", type=int, metavar="N", help="sequences, over all GPUs (default: a micro-batch a GPU)")
+    step.add_argument("--micro-batch", type=int, default=1, metavar="N", help="sequences of one forward (default: 1)")
+    step.add_argument(
+        "--dtype", default="bf16", metavar="NAME", help="bf16 (default; AdamW's copy in fp32), fp16 or fp32"
+    )
+    choice = argparse.BooleanOptionalAction
+    step.add_argument(
+        "--sequence-parallel", action=choice, default=True, help="split the tokens between the matmuls (default: yes)"
+    )
+    step.add_argument(
+        "--checkpoint-activations",
+        action=choice,
+        help="compute blocks again in backward (default: if they fit only so)",
+    )
+    step.add_argument(
+        "--overlap", action=choice, default=True, help="matmuls hide their collectives (default: yes; --check looks)"
+    )
+
+    where = parser.add_argument_group("the machine")
+    where.add_argument("--gpus", type=int, metavar="N", help="how many (default: all here)")
+    for name in ("tp", "dp", "pp"):
+        where.add_argument(f"--{name}", type=int, metavar="N", help=f"only layouts of this {name}")
+    where.add_argument("--from", metavar="FILE", help="what tpfused bench comm --json wrote")
+    where.add_argument("--tflops", type=float, metavar="X", help="of a large matmul")
+    where.add_argument("--attention-tflops", type=float, metavar="X", help="of attention (default: half a matmul's)")
+    where.add_argument("--memory-gbps", type=float, metavar="X", help="GB/s of a copy, read and written together")
+    where.add_argument("--bus-gbps", type=float, metavar="X", help="bus bandwidth of every collective, GB/s")
+    where.add_argument("--latency-us", type=float, metavar="X", help="of every collective on two (default: 0)")
+    where.add_argument("--memory-gib", type=float, metavar="X", help="of a GPU")
+    where.add_argument("--cpu", action="store_true", help="measure the CPU, even where there is a GPU")
+
+    check = parser.add_argument_group("check and output")
+    check.add_argument("--check", action="store_true", help="run blocks, and compare")
+    check.add_argument("--tolerance", type=float, default=15.0, metavar="X", help="per cent (default: 15)")
+    check.add_argument("--rounds", type=int, metavar="N", help="of the measurements (default: 11)")
+    check.add_argument("--json", metavar="FILE", help="write every number")
+
+
+def run(args: argparse.Namespace) -> int:
+    from tpfused.planning.job import execute
+
+    return execute(vars(args))
