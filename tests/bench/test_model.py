@@ -238,14 +238,17 @@ def test_a_step_that_fails_is_told(place):
 def test_a_decoding_step_is_the_same_each_time(place):
     """Eager, and as it would be captured."""
     model = build(TINY, 2, TINY.context, place, 1)[0].module.model
-    step, ids = step_of(model, batch=3, context=TINY.context)
+    step, ids, cache = step_of(model, batch=3, context=TINY.context)
     first = step().clone()
     assert first.shape == (3, TINY.vocabulary) and torch.equal(ids[:, 0], first.argmax(-1))
     ids.zero_()
     assert torch.equal(step(), first)
-    with patch.object(KVCache, "captured", lambda self: True):
-        ids.zero_()
-        torch.testing.assert_close(step(), first, rtol=2e-2, atol=2e-2)
+    for captured in (False, True):
+        cache.fixed = True
+        with patch.object(KVCache, "captured", lambda self, captured=captured: captured):
+            ids.zero_()
+            torch.testing.assert_close(step(), first, rtol=2e-2, atol=2e-2)
+        assert cache.length == TINY.context - 1
     ids.fill_(1)
     assert not torch.equal(step(), first)
 

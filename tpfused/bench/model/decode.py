@@ -15,11 +15,11 @@ from tpfused.layers.transformer import ParallelTransformer
 from tpfused.overlap.tiers import tier
 
 
-def step_of(model: ParallelTransformer, batch: int, context: int) -> tuple[Callable[[], Tensor], Tensor]:
+def step_of(model: ParallelTransformer, batch: int, context: int) -> tuple[Callable[[], Tensor], Tensor, KVCache]:
     """A call that decodes a token of `batch` sequences, each time the last one of `context` tokens.
 
-    -> the call, which returns the logits ``[batch, vocabulary shard]``, and the ids ``[batch, 1]`` that it reads and
-    writes. Keys and values of the earlier tokens are drawn.
+    -> the call, which returns the logits ``[batch, vocabulary shard]``, the ids ``[batch, 1]`` that it reads and
+    writes, and its cache. Keys and values of the earlier tokens are drawn.
     """
     model.eval()
     config, device = model.config, model.embedding.local("weight").device
@@ -38,7 +38,7 @@ def step_of(model: ParallelTransformer, batch: int, context: int) -> tuple[Calla
             cache.length = context - 1
         return logits
 
-    return step, ids
+    return step, ids, cache
 
 
 def prepare(
@@ -46,19 +46,20 @@ def prepare(
 ) -> tuple[Timed, Tensor, Tensor]:
     """A step by the `forced` tier (None: the measured ones), with a `timer` as a CUDA graph; and the logits of an eager
     step, and of one as it will be timed, for the same tokens."""
-    step, ids = step_of(model, batch, context)
+    step, ids, cache = step_of(model, batch, context)
     if forced is not None:
         step = partial(_by_tier, forced, step)
     eager = step().clone()
-    step()  # with nothing left to measure or to compile
-    if timer is None:
-        ids.zero_()
-        return Timed(step, 1, False), eager, step()
-    captured: list[Tensor] = []
-    replay = timer.capture(lambda: captured.append(step()), 1)
+    cache.fixed = True
+    step()  # nothing is left to measure or to compile then
+    timed, captured = Timed(step, 1, False), None
+    if timer is not None:
+        kept: list[Tensor] = []
+        timed = Timed(timer.capture(lambda: kept.append(step()), 1), 1, True)
+        captured = kept[0]
     ids.zero_()
-    replay()
-    return Timed(replay, 1, True), eager, captured[0].clone()
+    out = timed.run()
+    return timed, eager, (out if captured is None else captured).clone()
 
 
 def _by_tier(name: str, step: Callable[[], Tensor]) -> Tensor:
