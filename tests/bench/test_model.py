@@ -98,7 +98,7 @@ def test_a_whole_run(tmp_path, capsys):
         assert row["us"] > 0 and row["error"] is None and row["correct"] is True, row
         assert row["rounds"] == 2 and row["peak_bytes"] is None and row["graph"] is None
         tokens = row["batch"] * (row["tokens"] if row["op"] == "train" else 1)
-        assert row["tokens_per_s"] == pytest.approx(tokens / row["us"] * 1e6, rel=1e-3)
+        assert row["tokens_per_s"] == pytest.approx(tokens / row["us"] * 1e6, abs=2e-3)
         assert (row["times_ours"] is None) is (row["variant"] == "ours")
         assert (row["scaling"] is None) is (row["tp"] == 1 or row["variant"] == "ours_reference")
         if row["op"] == "train":
@@ -162,7 +162,7 @@ def test_figures():
 
     flops = TINY.flops(2, 16, "fwd+bwd")
     alone, several, sharded = (figures(degree) for degree in (Degree(1), Degree(2), Degree(2, 2)))
-    assert alone["ours"]["us"] == 110 and alone["ours"]["tokens_per_s"] == round(16 / 110e-6, 1)
+    assert alone["ours"]["us"] == 110 and alone["ours"]["tokens_per_s"] == round(16 / 110e-6, 3)
     assert alone["ours"]["peak_share"] == round(flops / 110 / 2e6, 4)
     assert "scaling" not in alone["ours"] and "times_ours" not in alone["ours"]
     assert alone["dtensor"]["times_ours"] == 1.0 and alone["dtensor"]["times_ours_iqr"] == pytest.approx(
@@ -171,7 +171,7 @@ def test_figures():
     assert several["ours"]["scaling"] == 2.0 and several["ours"]["amount"] == flops / 2
     assert several["dtensor"]["times_ours"] == 1.2 and several["dtensor"]["host_us"] == 50
     assert several["dtensor"]["scaling"] == round(110 / 66, 4)
-    assert sharded["ours"]["scaling"] == 4.0 and sharded["ours"]["tokens_per_s"] == round(2 * 16 / 50e-6, 1)
+    assert sharded["ours"]["scaling"] == 4.0 and sharded["ours"]["tokens_per_s"] == round(2 * 16 / 50e-6, 3)
 
 
 def test_memory_is_compared_with_one_rank():

@@ -217,7 +217,7 @@ def _times(case: Case, name: str, sampled: Sampled, samples: Mapping[Key, Sample
     median, iqr = rounded(*median_and_iqr(sampled.us))
     tokens = case.degree.dp * case.batch * (case.tokens if case.op == "train" else 1)
     row = {"us": median, "us_iqr": iqr, "host_us": round(sampled.host_us, 3), "calls": sampled.calls}
-    row["tokens_per_s"] = round(tokens / median * 1e6, 1)
+    row["tokens_per_s"] = round(tokens / median * 1e6, 3)
     ours, alone = samples.get((case.degree, "ours")), samples.get((Degree(1), name))
     if ours is not None and name != "ours":
         ratios = [one / other for one, other in zip(sampled.us, ours.us, strict=True)]
