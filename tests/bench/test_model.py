@@ -102,7 +102,7 @@ def test_a_whole_run(tmp_path, capsys):
         assert (row["times_ours"] is None) is (row["variant"] == "ours")
         assert (row["scaling"] is None) is (row["tp"] == 1 or row["variant"] == "ours_reference")
         if row["op"] == "train":
-            assert 0 < row["deviation"] < 2 * row["dense_deviation"] < 2e-2 and row["peak_share"] > 0
+            assert 0 < row["deviation"] < 2 * row["dense_deviation"] < 2e-2 and row["peak_share"] >= 0
         else:
             assert row["deviation"] is None
     several = ["ours", "dtensor", "ours_reference"]
