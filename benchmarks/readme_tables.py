@@ -4,9 +4,9 @@
     python benchmarks/readme_tables.py            rewrite what stands between README's pairs of markers
     python benchmarks/readme_tables.py --check    exit with 1 if it is not what would be written
 
-They are of `results/kernels-*.json` and `results/overlap-*.json`. An operation's rows come from the newest complete
-file that holds it, so that operations may be measured apart. Measurements with `--quick` or `--case` are left out, and
-so are the points of a sweep. Needs no torch.
+They are of `results/kernels-*.json`, `results/overlap-*.json` and `results/model-*.json`. An operation's rows come from
+the newest complete file that holds it, so that operations may be measured apart. Measurements of some cases (`--quick`,
+`--case`, `--tp`, `--sequence`) are left out, and so are the points of a sweep. Needs no torch.
 """
 
 import argparse
@@ -100,7 +100,7 @@ def newest_of_each_card(folder: Path, area: str) -> dict[tuple[str, int], dict[s
 
 def is_whole(meta: Mapping) -> bool:
     """Whether a file holds all cases of its operations."""
-    return meta["complete"] and not meta.get("quick") and not meta.get("case")
+    return meta["complete"] and not any(meta.get(option) for option in ("quick", "case", "tp", "sequence"))
 
 
 def provenance(section: Section, meta: Mapping, file: str, operations: list[str] | None) -> str:
@@ -152,17 +152,20 @@ def kernel_columns(rows: Sequence[Row]) -> Columns:
     return {"us": us_of, "ratio to floor (IQR)": ratio, "best other: its ratio": best}
 
 
+def of(variant: str, key: str, form: str) -> Callable[[Sequence[Row]], str]:
+    """A cell of that variant."""
+
+    def cell(variants: Sequence[Row]) -> str:
+        row = next((row for row in variants if row["variant"] == variant), None)
+        if row is None or row[key] is None:
+            return "failed" if row and row["us"] is None else ""
+        return "wrong" if row["correct"] is False else format(row[key], form)
+
+    return cell
+
+
 def overlap_columns(rows: Sequence[Row]) -> Columns:
     """Both floors, ours, and the ratio of each baseline."""
-
-    def of(variant: str, key: str, form: str) -> Callable[[Sequence[Row]], str]:
-        def cell(variants: Sequence[Row]) -> str:
-            row = next((row for row in variants if row["variant"] == variant), None)
-            if row is None or row[key] is None:
-                return "failed" if row and row["us"] is None else ""
-            return "wrong" if row["correct"] is False else format(row[key], form)
-
-        return cell
 
     def ratio(row: Row) -> str:
         told = f"{row['ratio']:.2f} ({row['ratio_iqr']:.2f})"
@@ -184,6 +187,32 @@ def overlap_columns(rows: Sequence[Row]) -> Columns:
     }
 
 
+def model_columns(rows: Sequence[Row]) -> Columns:
+    """Ours, and how much longer the others take."""
+
+    def memory(row: Row) -> str:
+        share = "" if row["memory_share"] is None else f" ({row['memory_share']:.3f})"
+        return f"{row['peak_bytes'] / 2**30:.1f}{share}"
+
+    others = dict.fromkeys(row["variant"] for row in rows if row["variant"] != "ours")
+    found = {
+        "us": us_of,
+        "tokens/s": of_ours("tokens_per_s", lambda row: f"{row['tokens_per_s']:,.0f}"),
+        "x TP 1 (IQR)": of_ours("scaling", lambda row: f"{row['scaling']:.2f} ({row['scaling_iqr']:.2f})"),
+        "of peak": of_ours("peak_share", lambda row: f"{row['peak_share']:.2f}"),
+        "GiB a rank (of TP 1's)": of_ours("peak_bytes", memory),
+        **{f"{name} x ours": of(name, "times_ours", ".2f") for name in others},
+        "error (dense bf16's)": of_ours(
+            "deviation", lambda row: f"{row['deviation']:.1e} ({row['dense_deviation']:.1e})"
+        ),
+    }
+    return {title: cell for title, cell in found.items() if any(cell(variants) for variants in by_case(rows))}
+
+
+def set_outside(meta: Mapping) -> str:
+    return "".join(f", {name}={value}" for name, value in meta["settings"].items())
+
+
 SECTIONS = (
     Section(
         "kernels",
@@ -196,8 +225,15 @@ SECTIONS = (
         "overlap",
         "<!-- overlap benchmarks: written by benchmarks/readme_tables.py, not by hand -->",
         "<!-- end of the overlap benchmarks -->",
-        lambda meta: (f"NCCL {meta['nccl']}", "".join(f", {name}={value}" for name, value in meta["settings"].items())),
+        lambda meta: (f"NCCL {meta['nccl']}", set_outside(meta)),
         overlap_columns,
+    ),
+    Section(
+        "model",
+        "<!-- model benchmarks: written by benchmarks/readme_tables.py, not by hand -->",
+        "<!-- end of the model benchmarks -->",
+        lambda meta: (f"NCCL {meta['nccl']}", f", {meta['layers']} layers of {meta['size']}{set_outside(meta)}"),
+        model_columns,
     ),
 )
 

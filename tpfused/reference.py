@@ -60,6 +60,31 @@ def rotary(x: Tensor, positions: Tensor, theta: float) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
+def rotary_qkv(
+    qkv: Tensor,
+    queries: int,
+    head_dim: int,
+    theta: float | None,
+    positions: Tensor | None = None,
+    tokens_first: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """A packed projection's heads: q ``[batch, heads, tokens, d]``, k and v ``[batch, kv_heads, tokens, d]``, the first
+    two with `rotary` positions, unless `theta` is None.
+
+    `qkv` is ``[batch, tokens, kv_heads * (queries + 2) * head_dim]``, or ``[tokens, batch, ...]`` with `tokens_first`:
+    for each key-value head its queries, its key and its value. `positions` is ``[batch or 1, tokens]``; None: 0, 1, ...
+    """
+    if tokens_first:
+        qkv = qkv.transpose(0, 1)
+    heads = qkv.unflatten(-1, (-1, queries + 2, head_dim))
+    # A split, for the gradients of slices would be filled up with zeros, each to the size of the whole, and added.
+    q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in heads.split((queries, 1, 1), dim=3))
+    if theta is None:
+        return q, k, v
+    positions = torch.arange(qkv.shape[1], device=qkv.device) if positions is None else positions.unsqueeze(1)
+    return rotary(q, positions, theta), rotary(k, positions, theta), v
+
+
 def normalize(x: Tensor, kind: str, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
     """`kind` "layernorm" (Ba et al., 2016) or "rmsnorm" (Zhang and Sennrich, 2019) over the last dimension."""
     if kind == "layernorm":

@@ -10,7 +10,7 @@ from torch.nn import functional as F
 from tests.bench.fakes import FakeTimer
 from tpfused.bench import OPERATIONS
 from tpfused.bench.case import OPTIONAL, Setting
-from tpfused.bench.operations import cases, cross_entropy, embedding, gated_act, linear_act, softmax, summary
+from tpfused.bench.operations import cases, cross_entropy, embedding, gated_act, linear_act, rotary, softmax, summary
 from tpfused.bench.runner import run_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -113,6 +113,17 @@ def test_embedding_bytes():
         torch.manual_seed(0)
         work = built(embedding.case(20, "spread", direction, rows=10, features=6))
         assert work.amount == rows * 6 * 4 + 20 * 8
+
+
+@pytest.mark.parametrize("direction", ["fwd", "bwd"])
+def test_rotary(direction):
+    case = rotary.case(5, 4, 2, direction, head_dim=8)
+    check(case)
+    work = built(case)
+    assert work.amount == 2 * 5 * (4 + 2 + 2) * 8 * 4
+    if direction == "bwd":
+        ours = work.variants["ours"]
+        torch.testing.assert_close(ours.call()[0], ours.fallback())
 
 
 def test_cross_entropy():

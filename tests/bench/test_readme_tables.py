@@ -13,7 +13,7 @@ SPEC = importlib.util.spec_from_file_location("readme_tables", SCRIPT)
 readme_tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(readme_tables)
 
-KERNELS, OVERLAP = readme_tables.SECTIONS
+KERNELS, OVERLAP, MODEL = readme_tables.SECTIONS
 META = {
     "card": "Some GPU",
     "gpus": 1,
@@ -22,6 +22,8 @@ META = {
     "triton": "3.6.0",
     "nccl": "2.28.9",
     "settings": {"NCCL_NVLS_ENABLE": "0"},
+    "size": "8B",
+    "layers": 8,
     "commit": "abc",
     "date": "2026-01-02T03:04:05+00:00",
     "copy_gbps": 3005.4,
@@ -81,6 +83,8 @@ def test_readme_here_is_what_would_be_written():
 def test_nothing_recorded(place):
     place.record("kernels-quick.json", [row()], quick=True)
     place.record("overlap-narrow.json", [row()], case="8B")
+    place.record("model-narrow.json", [row()], tp="2")
+    place.record("model-short.json", [row()], sequence="64")
     place.record("overlap-sweep.json", [row(case="sweep M1")])
     place.record("kernels-part.json", [row()], complete=False)
     place.record("train-2xGPU.json", [row()])
@@ -141,3 +145,38 @@ def test_overlap(place):
     ]
     assert "| 8B fc2 | fwd+bwd | 2,000.0 | 25.00 (0.01) | 0.50 | 1,000 |" in lines
     assert any("**4 x Some GPU**" in line for line in lines) and not any("sweep" in line for line in lines)
+
+
+def model_row(variant, us, **other):
+    known = {"op": "train", "case": "64 tokens TP 2", "pass": "fwd+bwd", "ratio": None, "tokens_per_s": us and 1e6 / us}
+    known |= {"scaling": us and 1.9, "scaling_iqr": 0.01, "peak_share": 0.5}
+    known |= {"times_ours": None if variant == "ours" else us}
+    known |= {"peak_bytes": 2**30, "memory_share": 0.52, "deviation": 4e-3, "dense_deviation": 5e-3}
+    return row(variant=variant, us=us, **known | other)
+
+
+def test_model(place):
+    rows = [model_row("ours", 2.0), model_row("dtensor", 2.5), model_row("megatron", None, times_ours=None)]
+    alone = {"case": "64 tokens TP 1", "scaling": None, "memory_share": None}
+    rows += [model_row("ours", 4.0, **alone), model_row("dtensor", 4.5, **alone, correct=False)]
+    nothing = dict.fromkeys(("peak_bytes", "memory_share", "peak_share", "deviation", "scaling"))
+    rows += [model_row("ours", 1.0, op="decode", case="batch 1 TP 1", **nothing)]
+    place.record("model-2xGPU.json", rows, gpus=2)
+    lines = place.section(MODEL).splitlines()
+    assert lines[0] == (
+        "**2 x Some GPU**, driver 580.1, torch 2.11.0, NCCL 2.28.9, commit abc, 2026-01-02, 8 layers of 8B, "
+        "NCCL_NVLS_ENABLE=0. [model-2xGPU.json](benchmarks/results/model-2xGPU.json)"
+    )
+    assert lines[2:6] == [
+        "| train (bf16) | pass | us | tokens/s | x TP 1 (IQR) | of peak | GiB a rank (of TP 1's) | dtensor x ours "
+        "| megatron x ours | error (dense bf16's) |",
+        "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
+        "| 64 tokens TP 2 | fwd+bwd | 2.0 | 500,000 | 1.90 (0.01) | 0.50 | 1.0 (0.520) | 2.50 | failed "
+        "| 4.0e-03 (5.0e-03) |",
+        "| 64 tokens TP 1 | fwd+bwd | 4.0 | 250,000 |  | 0.50 | 1.0 | wrong |  | 4.0e-03 (5.0e-03) |",
+    ]
+    assert lines[7:] == [
+        "| decode (bf16) | pass | us | tokens/s |",
+        "|---|---|--:|--:|",
+        "| batch 1 TP 1 | fwd+bwd | 1.0 | 1,000,000 |",
+    ]

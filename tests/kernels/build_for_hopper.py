@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tpfused.kernels import act_backward, embedding, gated_act, launch, matmul, matmul_hopper, softmax
+from tpfused.kernels import act_backward, embedding, gated_act, launch, matmul, matmul_hopper, rotary, softmax
 from tpfused.kernels.activations import ACTIVATIONS
 
 SHARED_MEMORY = 232448  # bytes a program may have
@@ -86,6 +86,9 @@ def main() -> None:
     grad = torch.zeros(64, 512, dtype=torch.bfloat16)
     embedding._sum_rows(torch.zeros(512, 512), ids, grad, 0, -1, accumulate=True)
     gated_act.gated_act_backward(y, None, y[:, :256], True, 1)
+    qkv = torch.zeros(4096, 1, 6 * 128, dtype=torch.bfloat16)
+    q, k, v = rotary.rotary_qkv_forward(qkv, None, 4, 128, 5e5, True)
+    rotary.rotary_qkv_backward(q[:2], k[:2], v[:2], torch.zeros(1, 2, dtype=torch.int64), 5e5, True)
     print(*built)
 
 

@@ -6,6 +6,7 @@ from tpfused.kernels.cross_entropy import backward, loss, statistics
 from tpfused.kernels.embedding import embedding
 from tpfused.kernels.gated_act import gated_act
 from tpfused.kernels.linear_act import linear_act
+from tpfused.kernels.rotary import rotary_qkv
 from tpfused.kernels.softmax import scale_mask_softmax
 
 
@@ -26,6 +27,7 @@ def operations(device="cuda", dtype=torch.bfloat16):
         "softmax": (lambda x: scale_mask_softmax(x, mask, 0.5, True), [random(2, 3, 33, 130)]),
         "dropout": (lambda x: scale_mask_softmax(x, mask, 0.5, dropout_p=0.3), [random(2, 3, 33, 130)]),
         "gated_act": (gated_act, [random(5, 66)]),
+        "rotary": (lambda x: torch.cat(rotary_qkv(x, 2, 16, 1e4), dim=1), [random(2, 33, 3 * 4 * 16)]),
         "embedding": (lambda w: embedding(ids, w, 5, 60), [random(20, 72)]),
         "linear_act": (lambda x, w, b: linear_act(x, w, b, "gelu"), [random(70, 64), random(48, 64), random(48)]),
         "large linear_act": (

@@ -12,6 +12,7 @@ from tests.compare import Block, assert_close, check_module, collectives_made, r
 from tpfused import ParallelAttention, reference
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
+from tpfused.layers import attention
 from tpfused.layers.attention import scaled_dot_product_attention
 from tpfused.placement import local
 
@@ -281,6 +282,46 @@ def test_one_token_with_shared_key_value_heads(seed):
     masks[1][0] = False
     for mask in (None, *masks, torch.randn(2, 1, 1, 5).double()):
         assert_close(scaled_dot_product_attention(q, k, v, mask, False, 0.0), reference.attention_core(q, k, v, mask))
+
+
+@pytest.mark.parametrize("sequence_dim", [0, 1])
+def test_the_rotary_kernel_changes_nothing(seed, sequence_dim, monkeypatch):
+    """On a GPU the layer splits its projection by it; here it is interpreted."""
+    if torch.cuda.is_available():
+        pytest.skip("the interpreter is for machines without a GPU")
+    torch.manual_seed(seed)
+    options = {"causal": True, "rope_theta": 50.0, "sequence_dim": sequence_dim, "group": TPGroup(None, 0, 1)}
+    layer = ParallelAttention(12, 4, 2, 6, **options, dtype=torch.float64)
+    x, grad = torch.randn(2, *((3, 2) if sequence_dim == 0 else (2, 3)), 12).double()
+    x.requires_grad_()
+
+    def step():
+        out = layer(x)
+        return [out, *torch.autograd.grad(out, [x, *layer.parameters()], grad)]
+
+    expected = step()
+    monkeypatch.setattr(attention, "runs_kernels", lambda *arguments: True)
+    used = []
+    kernel = attention.rotary_qkv
+    monkeypatch.setattr(attention, "rotary_qkv", lambda *a, **options: used.append(1) or kernel(*a, **options))
+    for actual, right in zip(step(), expected, strict=True):
+        assert_close(actual, right)
+    assert used
+
+
+def test_shared_heads_need_no_copy(seed, monkeypatch):
+    """Where torch has a back end for them, it gets k and v as they are."""
+    torch.manual_seed(seed)
+    q, k, v = (torch.randn(2, heads, 5, 4).double() for heads in (8, 2, 2))
+    monkeypatch.setattr(attention, "shares_heads", lambda q: True)
+    repeat = "repeat_interleave of a tensor that need not be"
+    monkeypatch.setattr(torch.Tensor, "repeat_interleave", lambda *a, **k: pytest.fail(repeat))
+    out = scaled_dot_product_attention(q, k, v, None, True, 0.0)
+    monkeypatch.undo()
+    assert_close(out, reference.attention_core(q, k, v, causal=True))
+    mask = torch.rand(2, 1, 5, 5) < 0.7
+    monkeypatch.setattr(attention, "shares_heads", lambda q: pytest.fail("no back end takes a mask with them"))
+    assert_close(scaled_dot_product_attention(q, k, v, mask, False, 0.0), reference.attention_core(q, k, v, mask))
 
 
 @pytest.mark.parametrize("kv_heads", [4, 2])

@@ -74,6 +74,9 @@ def check_logits(ctx, tp, mode, seed, name):
         assert cache.length == TOKENS
     cache.length = 3
     assert_close(model(ids[:, 3:7], cache=cache, last_only=True), expected[:, 6:7], name)
+    cache.length, cache.fixed = 0, True  # under a mask, as in a graph
+    assert_close(in_parts(model, cache, ids, [4, 3, 1, 1]), expected, f"{name}, fixed")
+    assert cache.length == TOKENS
 
 
 @torch.no_grad()
@@ -123,6 +126,7 @@ def check_graph(ctx, tp, seed, name, with_padding):
     model(ids[:, :4], cache=cache)
     token = ids[:, 3:4].clone()
     if ctx.device.type == "cuda":
+        cache.fixed = True
         for _ in range(2):
             model(token, cache=cache)
         cache.length, graph = 4, torch.cuda.CUDAGraph()

@@ -21,6 +21,10 @@ COLORS = {
     "nccl_then_cublas": "tab:gray",
     "megatron_style": "tab:gray",
     "torch_symm_mem": "tab:orange",
+    "ours_reference": "lightskyblue",
+    "dtensor": "tan",
+    "dtensor_compiled": "tab:orange",
+    "megatron": "tab:gray",
     "matmul": "black",
     "collective": "tab:red",
 }

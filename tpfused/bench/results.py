@@ -109,6 +109,14 @@ NUMBERS: dict[str, Callable[[Row], str]] = {
     "fit us": _number("fit_us", ",.1f"),
     "fit error": _number("fit_error", "+.1%"),
     "extra MiB": _number("extra_bytes", ",.1f", 2**20),
+    "tokens/s": _number("tokens_per_s", ",.0f"),
+    "x ours (IQR)": lambda row: _with_spread(row, "times_ours", 3) if row.get("times_ours") is not None else "",
+    "x TP 1 (IQR)": lambda row: _with_spread(row, "scaling", 3) if row.get("scaling") is not None else "",
+    "of peak": _number("peak_share", ".3f"),
+    "GiB": _number("peak_bytes", ",.2f", 2**30),
+    "of TP 1's": _number("memory_share", ".3f"),
+    "error": _number("deviation", ".2e"),
+    "dense error": _number("dense_deviation", ".2e"),
 }
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,16 +58,19 @@ def together(step: Callable[[], Any]) -> tuple[Any, str | None]:
     return (None, told) if told else (result, None)
 
 
-def interleave(timed: dict[str, Timed], rounds: int, device: torch.device) -> dict[str, Sampled]:
-    """All variants in each round."""
-    first = {name: _sample(each, LEAST_RUNS, LEAD_US, device) for name, each in timed.items()}
+def interleave(
+    timed: dict[Hashable, Timed], rounds: int, device: torch.device, *, ahead: bool = True
+) -> dict[Hashable, Sampled]:
+    """All variants in each round. Not `ahead`: the GPU waits for its host as it does in a program."""
+    lead_us = LEAD_US if ahead else 0
+    first = {name: _sample(each, LEAST_RUNS, lead_us, device) for name, each in timed.items()}
     us, host_us = (slowest(list(values)) for values in zip(*first.values(), strict=True))
-    runs, lead_us = {}, LEAD_US
+    runs = {}
     for (name, each), one, host in zip(timed.items(), us, host_us, strict=True):
         runs[name] = max(LEAST_RUNS, min(MOST_RUNS, round(SAMPLE_US / (one * each.calls))))
         # The same for all: who has waited longer finds a cooler GPU, whose clock is higher.
-        lead_us = max(lead_us, 1.25 * host * runs[name] * each.calls)
-    found: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
+        lead_us = max(lead_us, 1.25 * host * runs[name] * each.calls) if ahead else 0
+    found: dict[Hashable, list[tuple[float, float]]] = {name: [] for name in timed}
     for _, name in in_turn(timed, rounds):
         found[name].append(_sample(timed[name], runs[name], lead_us, device))
     samples = {}
@@ -78,7 +81,7 @@ def interleave(timed: dict[str, Timed], rounds: int, device: torch.device) -> di
 
 
 def _sample(timed: Timed, runs: int, lead_us: float, device: torch.device) -> tuple[float, float]:
-    """Microseconds a call: of the GPU, which starts with the others' and when its host is ahead; of the host."""
+    """Microseconds a call: of the GPU, which starts with the others' and its host so far ahead; of the host."""
     calls = runs * timed.calls
     if device.type != "cuda":
         dist.barrier()
@@ -86,7 +89,8 @@ def _sample(timed: Timed, runs: int, lead_us: float, device: torch.device) -> tu
         return us, us
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
+    if lead_us:
+        torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
     dist.all_reduce(torch.zeros(1, device=device))
     begin.record()
     host = _host_us(timed, runs) / calls

@@ -17,6 +17,7 @@ examples:
   tpfused bench kernels --help             everything that it can do
   tpfused bench overlap --quick            matmuls with a collective, on all GPUs
   tpfused bench comm --quick               collectives alone, on all GPUs or a CPU
+  tpfused bench model --quick              a LLaMA model, trained and decoded
 """
 
 KERNELS = """\
@@ -142,6 +143,51 @@ Exit codes: 0 done; 1 a collective was wrong or a worker failed; 2 something in
 the command line is wrong; 130 interrupted (the files then hold what was done).
 """
 
+MODEL = """\
+Times LLaMA-3-8B (random weights, some of its layers) on 1, 2, 4, ... GPUs of
+one host: forward, and forward and backward with the vocabulary-parallel loss,
+with sequence parallelism and, where GPUs are left, with FSDP2 over them; and
+greedy decoding in a CUDA graph. Beside ours, with the same weights:
+
+  dtensor           nn.Linear and SDPA under torch's parallelize_module
+  dtensor_compiled  the same, compiled, with asynchronous tensor parallelism
+  megatron          Megatron-LM's layers, where megatron-core is installed
+  ours_reference    ours without the overlap and the kernels: plain NCCL
+
+All logits are compared first, and few layers with a float32 model. The
+variants take turns, at all degrees, and every figure is the slowest rank's.
+
+  us        a step, as its program waits for it; decoding: of the GPU
+  tokens/s  of all ranks of the degree together
+  x ours    time over ours, in the same round
+  x TP 1    tokens/s over the same variant's on one GPU, in the same round
+  of peak   the model's FLOPs over those of a large matmul, in the same round
+  GiB       the most that a rank holds in a step, parameters included
+  of TP 1's that over the same variant's on one GPU
+  error     of logits (fwd) or gradients (fwd+bwd) to the float32 model's,
+            relative; "dense error" is that of the plain model on one GPU
+"""
+
+MODEL_EXAMPLES = """\
+operations: train, decode
+
+examples:
+  tpfused bench model --list               the cases (no GPU needed)
+  tpfused bench model --quick              a few of them, on all GPUs
+  tpfused bench model --size tiny          a try, without a GPU in two processes
+  tpfused bench model --json run.json --plot plots
+                                           all of them; keep and draw the numbers
+  tpfused bench model --tp 2 --sequence 8192 --layers 4 --no-decode
+                                           two GPUs a model, one shape
+  tpfused bench model --case "TP 2"        the cases with that in their name
+  torchrun --nproc_per_node 4 benchmarks/model.py
+                                           in workers that torchrun starts
+
+Exit codes: 0 done; 1 a program's logits differ, or ours failed (what fails of
+the others is shown); 2 something in the command line is wrong, or there is no
+GPU; 130 interrupted (the files then hold what was done).
+"""
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
@@ -150,6 +196,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     _add_kernels(areas)
     _add_overlap(areas)
     _add_comm(areas)
+    _add_model(areas)
 
 
 def _add_kernels(areas) -> None:
@@ -203,6 +250,27 @@ def _add_comm(areas) -> None:
     how.add_argument("--cpu", action="store_true", help="on the CPU, even where there is a GPU")
 
 
+def _add_model(areas) -> None:
+    what, how = _add_area(
+        areas,
+        "model",
+        help="a LLaMA model, trained and decoded, on one or several GPUs",
+        description=MODEL,
+        epilog=MODEL_EXAMPLES,
+        quick="training at the longest sequence, decoding a batch of 8; 5 rounds",
+        dtypes="bf16 (default) or fp16",
+    )
+    what.add_argument("--tp", metavar="N,...", help="tensor-parallel degrees (default: 1, 2, 4, 8, as GPUs allow)")
+    what.add_argument("--sequence", metavar="N,...", help="tokens of a training step (default: 2048,8192)")
+    what.add_argument("--layers", type=int, metavar="N", help="of the model (default: 8; the whole one has 32)")
+    what.add_argument("--size", default="8B", metavar="NAME", help="8B (default), or tiny, which a CPU can try, too")
+    what.add_argument("--no-peers", action="store_true", help="ours only")
+    what.add_argument(
+        "--decode", action=argparse.BooleanOptionalAction, default=True, help="whether to decode (default: yes)"
+    )
+    how.add_argument("--gpus", type=int, metavar="N", help="how many (default: all); torchrun's own number under it")
+
+
 def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
     """A benchmark with the options that all have; returns the groups for more of what to measure, and of how."""
     parser = areas.add_parser(
@@ -234,6 +302,8 @@ def run(args: argparse.Namespace) -> int:
         from tpfused.bench.overlap.job import execute
     elif args.area == "comm":
         from tpfused.bench.comm.job import execute
+    elif args.area == "model":
+        from tpfused.bench.model.job import execute
     else:
         from tpfused.bench.job import execute
     return execute(vars(args))

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from tpfused import checks, reference
 from tpfused.collectives import copy_to_group, copy_to_replicas, own_slice
 from tpfused.group import resolve_group, with_replicas
+from tpfused.kernels.rotary import rotary_qkv
+from tpfused.layers.backend import runs_kernels
 from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.layers.sdpa import cudnn_first
@@ -172,20 +174,12 @@ class ParallelAttention(nn.Module):
 
     def _heads(self, qkv: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """-> q ``[batch, own heads, tokens, d]``, k and v ``[batch, own kv heads, tokens, d]``, positions applied."""
-        if self.sequence_dim == 0:
-            qkv = qkv.transpose(0, 1)
+        split = reference.rotary_qkv
+        if self.rope_theta is not None and runs_kernels(qkv, self.out.backend):
+            split = rotary_qkv
         queries = self.num_heads // self.group.size // self.own_kv_heads
-        heads = qkv.unflatten(-1, (-1, queries + 2, self.head_dim))
-        q = heads[..., :queries, :].flatten(2, 3).transpose(1, 2)
-        k, v = (heads[..., queries + i, :].transpose(1, 2) for i in range(2))
-        if self.rope_theta is not None:
-            if cache is None:
-                positions = torch.arange(q.shape[2], device=q.device)
-            else:
-                positions = cache.positions.unsqueeze(1)  # the same for all heads
-            q = reference.rotary(q, positions, self.rope_theta)
-            k = reference.rotary(k, positions, self.rope_theta)
-        return q, k, v
+        positions = None if cache is None else cache.positions
+        return split(qkv, queries, self.head_dim, self.rope_theta, positions, tokens_first=self.sequence_dim == 0)
 
     def _check_cache(self, cache: LayerCache, x: Tensor, mask: Tensor | None) -> None:
         if not self.causal or self.sequence_parallel or mask is not None:
@@ -237,12 +231,14 @@ def scaled_dot_product_attention(
         # One token, as in decoding: the heads that share a k and v are so many tokens of one head, nothing is repeated.
         rows = q.reshape(*k.shape[:2], queries, -1)
         return scaled_dot_product_attention(rows, k, v, mask, False, dropout, no_empty_rows).reshape(q.shape)
-    if queries > 1:
-        # Not enable_gqa: with a mask it leaves only the back end that keeps all scores.
+    shares = mask is None and shares_heads(q)
+    if queries > 1 and not shares:
         k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     if mask is None:
         with cudnn_first(q, k):
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=causal)
+            return F.scaled_dot_product_attention(
+                q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=queries > 1 and shares
+            )
     if mask.dtype != torch.bool:
         mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
     if causal:
@@ -260,6 +256,22 @@ def scaled_dot_product_attention(
         mask = mask.masked_fill(dead, 0)
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
     return out.masked_fill(dead, 0)
+
+
+def shares_heads(q: Tensor) -> bool:
+    """Whether `enable_gqa` serves queries without a mask, where several share a key and a value.
+
+    cuDNN's and flash attention take fewer heads of k and v, on CUDA from Ampere on, in 16 bits; of torch 2.11's other
+    back ends only the one that keeps all scores does.
+    """
+    cuda = torch.backends.cuda
+    return (
+        q.dtype.itemsize == 2
+        and runs_kernels(q)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+        and (cuda.cudnn_sdp_enabled() or cuda.flash_sdp_enabled())
+    )
 
 
 def check_heads(

@@ -25,8 +25,8 @@ class LayerCache:
         slots: ``[new tokens]``, where in the cache the new tokens go.
         positions: ``[batch or 1, new tokens]``, for learned and rotary positions.
         seen: the new tokens attend to the first `seen` slots, causally:
-        mask: boolean ``[batch or 1, 1, new tokens, seen]``, with no empty row; None: the first tokens, as many as
-            `seen`, or one that sees all.
+        mask: additive ``[batch or 1, 1, new tokens, seen]``, in the model's dtype, with no empty row; None: the first
+            tokens, as many as `seen`, or one that sees all.
     """
 
     keys: Tensor
@@ -64,7 +64,9 @@ class KVCache:
     `length` counts the tokens that are cached. Each call of the model adds its own; set it to go back (0 starts anew):
     beyond what was cached there are zeros.
     A call can be captured in a CUDA graph: it reads the length from the device, attends to the whole cache under a
-    mask, and leaves the length as it is: after each replay, ``cache.length += 1``.
+    mask, and leaves the length as it is: after each replay, ``cache.length += 1``. With ``cache.fixed = True`` calls
+    outside attend like that as well: what is to be captured has to run so once before, for a kernel that is new in a
+    capture may break it off.
 
     Raises:
         ValueError: a model that is not causal, sizes that do not fit, a length outside ``[0, max_tokens]``.
@@ -92,7 +94,7 @@ class KVCache:
             _check_padding(padding, batch, max_tokens, weight.device)
         if dtype is not None and not dtype.is_floating_point:
             raise TypeError(f"a cache's dtype must be floating-point, not {dtype}")
-        self.config, self.ranks = config, model.group.size
+        self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
         self.padding = padding
@@ -101,6 +103,7 @@ class KVCache:
         self.keys, self.values = (
             torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device) for _ in range(2)
         )
+        self.fixed = False
         self._length = 0
         self._device_length = torch.zeros(1, dtype=torch.int64, device=weight.device)
 
@@ -128,19 +131,21 @@ class KVCache:
             raise ValueError(
                 f"{self._length} cached and {tokens} new tokens are more than the cache's max_tokens {self.max_tokens}"
             )
-        captured = self.captured()
-        seen = self.max_tokens if captured else self._length + tokens
+        fixed = self.fixed or self.captured()
+        seen = self.max_tokens if fixed else self._length + tokens
         slots = self._device_length + torch.arange(tokens, device=self.keys.device)
         mask, positions = None, slots.unsqueeze(0)
         # Without a mask faster kernels run: they know of causal attention among the first tokens, and one token that
         # comes last sees all.
-        if captured or self.padding is not None or self._length > 0 and tokens > 1:
+        if fixed or self.padding is not None or self._length > 0 and tokens > 1:
             keys, queries = torch.arange(seen, device=self.keys.device), slots.unsqueeze(-1)
             mask = (keys <= queries).unsqueeze(0)
             if self.padding is not None:
                 positions = (positions - self.padding.unsqueeze(-1)).clamp(min=0)
                 # Padding attends to itself: an empty row would need extra care, and no one looks at the result.
                 mask = mask & (keys >= self.padding[:, None, None]) | (keys == queries)
+            # Additive, as attention's back ends want it: made once, not by each layer.
+            mask = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill(~mask, -torch.inf)
             mask = mask.unsqueeze(1)
         parts = zip(self.keys, self.values, strict=True)
         return [LayerCache(keys, values, slots, positions, seen, mask) for keys, values in parts]

@@ -146,6 +146,15 @@ def all_made() -> list[tuple[torch.device, Communicator]]:
     return [(key[1], made) for key, made in _communicators.items() if made is not None and exists(key[0])]
 
 
+def peer_bytes(process_group: dist.ProcessGroup | None = None) -> int:
+    """Of this rank's memory that its peers write, in one group or in all. It is not of torch's allocator."""
+    return sum(
+        made.peer_bytes
+        for (group, _), made in _communicators.items()
+        if made is not None and exists(group) and process_group in (None, group)
+    )
+
+
 def set_timeout(seconds: float) -> None:
     """How long an overlapped operation may wait for other ranks, once the GPU has come to it; 600 s if not set.
 

@@ -142,9 +142,9 @@ def heads(shape: Shape, setting: Setting) -> Both:
     q, kv = setting.rows * mine.q, setting.rows * mine.kv  # numbers
     own = Attention(setting.batch, mine.q // shape.head_dim, setting.tokens, shape.head_dim)
     forward: list[Work] = [own]
-    # The gradients of q, k and v: each written into zeros as large as all, and those added up (twice).
+    # The gradients of q, k and v, joined.
     backward: list[Work] = [replace(own, backward=True)]
-    backward += [Pass("heads", CONTIGUOUS, 9 * size * (q + 2 * kv)), _copy("heads", q + 2 * kv, size)]
+    backward.append(Pass("heads", JOINED, 2 * size * (q + 2 * kv), q + 2 * kv))
     if setting.batch > 1:  # that gradient has sequences first, and the projection tokens first
         backward.append(_copy("heads", q + 2 * kv, size))
     if shape.heads > shape.kv_heads:

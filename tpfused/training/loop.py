@@ -11,7 +11,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from tpfused.collectives import observe
 from tpfused.grad_norm import clip_grad_norm_
-from tpfused.overlap.communicator import all_made
+from tpfused.overlap.communicator import peer_bytes
 from tpfused.parameter import local
 from tpfused.training.data import make_data
 from tpfused.training.evaluate import sample, validate
@@ -84,9 +84,7 @@ class _Training:
                     f"step {step + 1}: the loss is {loss}, the gradient norm {norm}; a lower --lr may help"
                 )
             self.save_if_due(step + 1)
-        # The memory that peers write is not of torch's allocator.
-        beside = sum(made.peer_bytes for _, made in all_made())
-        peak = torch.cuda.max_memory_allocated() + beside if cuda else self.counted_bytes
+        peak = torch.cuda.max_memory_allocated() + peer_bytes() if cuda else self.counted_bytes
         params = sum(local(parameter).numel() for parameter in self.parameters)
         result = dict(
             loss=losses,

@@ -1,0 +1,105 @@
+"""How far programs in 16 bits are from the model in float32: with few layers and a short sequence, which is cheap."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tpfused.bench.model.cases import Degree, Size
+from tpfused.bench.model.programs import Place, Program, Tensors, build, build_all, build_peer
+from tpfused.bench.sampling import together
+from tpfused.sharding import shard_range
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """The norm of the difference, relative to the float32 model's, of all logits and of all gradients together."""
+
+    logits: float
+    gradients: float
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One step's logits and gradients: whole, or one rank's."""
+
+    logits: Tensor
+    gradients: Tensors
+
+
+Deviations = dict[tuple[Degree, str], Deviation]
+
+
+def deviations(
+    size: Size, alone: Place, places: Sequence[Place], variants: Sequence[str], seed: int
+) -> tuple[Deviation, Deviations]:
+    """Those of the dense model in 16 bits, and of our and our peers' programs at each degree.
+
+    `alone` is a place of one rank. FSDP2 and the compiler are left out, and so is what fails: that is told where it is
+    timed.
+    """
+    layers, tokens = size.accuracy
+    generator = torch.Generator(alone.device).manual_seed(seed)
+    ids, labels = (
+        torch.randint(size.vocabulary, (1, tokens), device=alone.device, generator=generator) for _ in range(2)
+    )
+
+    def outcome(program: Program) -> Outcome:
+        with torch.no_grad(), program.inside():
+            logits = program.logits(ids)
+        program.step(ids, labels)
+        return Outcome(logits, program.gradients())
+
+    _, weights = build(size, layers, tokens, alone, seed)
+    exact = _in_float32(lambda place: outcome(build_peer("dtensor", size, layers, tokens, place, weights)), alone)
+    dense = _deviation(outcome(build_peer("dtensor", size, layers, tokens, alone, weights)), exact, alone)
+    found: Deviations = {}
+    for place in places:
+        if place.degree.dp > 1:
+            continue
+        names = [name for name in variants if name != "dtensor_compiled"]
+        for name, program, _ in build_all(names, size, layers, tokens, place, seed):
+            if program is not None:
+                result, _ = together(lambda: outcome(program))  # noqa: B023 (it is called at once)
+                if result is not None:
+                    found[place.degree, name] = _deviation(result, exact, place)
+                program.forget_gradients()
+    return dense, found
+
+
+def _in_float32(call: Callable[[Place], Outcome], place: Place) -> Outcome:
+    """Without TF32."""
+    before = torch.backends.cuda.matmul.allow_tf32
+    torch.backends.cuda.matmul.allow_tf32 = False
+    try:
+        return call(replace(place, dtype=torch.float32))
+    finally:
+        torch.backends.cuda.matmul.allow_tf32 = before
+
+
+def _deviation(found: Outcome, exact: Outcome, place: Place) -> Deviation:
+    """Collective over the ranks of the place's tensor-parallel group, each of which has a part."""
+    sums = torch.zeros(2, 2, dtype=torch.float64, device=place.device)
+    sums[0] = _squares(found.logits, exact.logits, place)
+    for name, grad in found.gradients.items():
+        sums[1] += _squares(grad, exact.gradients[name], place)
+    dist.all_reduce(sums, group=place.tp.get_group())
+    return Deviation(*(sums[:, 0] / sums[:, 1]).sqrt().tolist())
+
+
+def _squares(part: Tensor, whole: Tensor, place: Place) -> Tensor:
+    """The sums of squares of the difference and of what is right, of this rank's part."""
+    size, rank = place.degree.tp, place.rank
+    share = 1.0
+    if part.shape == whole.shape:
+        share = 1 / size  # which every rank has
+    else:
+        (dim,) = (dim for dim, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b)
+        start, stop = shard_range(whole.shape[dim], size, rank)
+        whole = whole.narrow(dim, start, stop - start)
+    squares = [(x.float().norm().double() ** 2) for x in (part.float() - whole, whole)]
+    return share * torch.stack(squares)
