@@ -87,8 +87,9 @@ def check_counts(ctx, tp):
             (False, ["all_reduce"], ["all_reduce"]),
             (True, ["all_gather", "reduce_scatter"], ["all_gather", "reduce_scatter"]),
         ):
-            layer = kind(8, 16, bias=False, sequence_parallel=sequence_parallel, device=ctx.device, **block.place)
-            x = block.randn(2, 8, dtype=torch.float32).requires_grad_()
+            place = {"device": ctx.device, "dtype": torch.float64, **block.place}  # which no operation overlaps
+            layer = kind(8, 16, bias=False, sequence_parallel=sequence_parallel, **place)
+            x = block.randn(2, 8).requires_grad_()
             with collectives_made() as names:
                 out = layer(x)
                 assert names == (forward if tp > 1 else [])
