@@ -101,9 +101,7 @@ def vocab_parallel_argmax(logits_shard_v: Tensor, vocab_size: int, group: TPGrou
     return ids.gather(0, values.argmax(0, keepdim=True)).squeeze(0).long()
 
 
-def sample(
-    logits: Tensor, temperature: float, top_p: float = 1.0, generator: torch.Generator | None = None
-) -> Tensor:
+def sample(logits: Tensor, temperature: float, top_p: float = 1.0, generator: torch.Generator | None = None) -> Tensor:
     """Draw ids ``[batch]`` from whole logits ``[batch, vocabulary]``, as `generate` says; in float32 or float64."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     # The largest taken off first: divided by a small temperature it might be infinite. One that is 0 in this dtype is

@@ -73,6 +73,22 @@ def test_kernels_of_a_block(shape, batch, dtype):
         assert flops == sum(each.flops for each in works if isinstance(each, Matmul))
 
 
+def test_this_packages_kernels_touch_each_value_once():
+    rows, size = 2 * 256, 2
+    values = rows * (LLAMA.heads + 2 * LLAMA.kv_heads) * LLAMA.head_dim
+    activated = rows * LLAMA.ffn
+    work = block(LLAMA, Setting(1, 256, 2, size, False, False, kernels=True))
+    for works, expected in ((work.forward, 3 * activated), (work.backward, 5 * activated)):
+        moved = defaultdict(float)
+        for each in works:
+            if isinstance(each, Pass):
+                moved[each.name] += each.bytes
+        assert moved["rotary"] == 2 * size * values and moved["activation"] == size * expected
+        assert moved["heads"] == 2 * size * rows * LLAMA.heads * LLAMA.head_dim  # two sequences, laid tokens first
+        (attention,) = (each for each in works if isinstance(each, Attention))
+        assert (attention.heads, attention.kv_heads) == (LLAMA.heads, LLAMA.kv_heads)
+
+
 def test_matmuls_take_six_flops_a_weight():
     weights = LLAMA.block_parameters() - 2 * LLAMA.norm_parameters
     for tp in (1, 2, 4):

@@ -2,8 +2,9 @@
 
 The matmuls and collectives are those of Shoeybi et al., 2019, "Megatron-LM", section 3, and with sequence parallelism
 those of Korthikanti et al., 2022, "Reducing Activation Recomputation in Large Transformer Models", section 4.2.2. The
-passes are those of the eager layers on a GPU: `tpfused.reference`'s functions, one kernel after the other, and what
-autograd does to their gradients. `tests/planning/test_block.py` counts those of the layers themselves.
+passes are those of the eager layers: on a GPU this package's kernels, which read and write each value once; where there
+is none, and elsewhere, `tpfused.reference`'s functions, one after the other, and what autograd does to their gradients.
+`tests/planning/test_block.py` counts those of the layers themselves.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ class Setting:
         sequence_parallel: between the matmuls each rank holds its own tokens.
         overlap: matmuls and collectives as `tpfused.overlap` runs them, which gather the tokens again in backward;
             False: the plain path, which keeps them.
+        kernels: rotary positions and gated activations are one kernel each way, and grouped queries share their keys
+            and values, as on a GPU.
     """
 
     tp: int
@@ -32,6 +35,7 @@ class Setting:
     bytes: int
     sequence_parallel: bool
     overlap: bool
+    kernels: bool = False
 
     @property
     def rows(self) -> int:
@@ -141,6 +145,13 @@ def heads(shape: Shape, setting: Setting) -> Both:
     mine, size = shape.local(setting.tp), setting.bytes
     q, kv = setting.rows * mine.q, setting.rows * mine.kv  # numbers
     own = Attention(setting.batch, mine.q // shape.head_dim, setting.tokens, shape.head_dim)
+    if setting.kernels and shape.rotary:
+        if size == 2:  # else keys and values are repeated
+            own = replace(own, kv_heads=mine.kv // shape.head_dim)
+        packed = Pass("rotary", CONTIGUOUS, 2 * size * (q + 2 * kv))
+        # Attention's output has sequences first, and the projection tokens first.
+        copied = [_copy("heads", q, size)] if setting.batch > 1 else []
+        return Both((packed, own, *copied), (replace(own, backward=True), packed, *copied))
     forward: list[Work] = [own]
     # The gradients of q, k and v, joined.
     backward: list[Work] = [replace(own, backward=True)]
@@ -174,8 +185,10 @@ def activation(shape: Shape, setting: Setting) -> Both:
     """
     numbers = setting.rows * shape.local(setting.tp).ffn
     size = numbers * setting.bytes
-    if not shape.gated:
-        return Both((Pass("activation", CONTIGUOUS, 2 * size),), (Pass("activation", CONTIGUOUS, 3 * size),))
+    if not shape.gated or setting.kernels:
+        read = 2 if shape.gated else 1
+        forward, backward = (Pass("activation", CONTIGUOUS, each * size) for each in (read + 1, 2 * read + 1))
+        return Both((forward,), (backward,))
     backward = (
         Pass("activation", CONTIGUOUS, 3 * size),
         Pass("activation", STRIDED, 8 * size, 2 * numbers),

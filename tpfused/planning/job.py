@@ -168,7 +168,7 @@ def _check(options: Mapping[str, Any], shape: Shape, device: str, found: int) ->
     world = options["gpus"] or found
     if device == "cuda" and world > found:
         raise UserError(f"--gpus {world}: torch finds {found} here")
-    step = step_of(options, shape, world)
+    step = replace(step_of(options, shape, world), kernels=device == "cuda")
     degrees = [tp for tp in range(1, world + 1) if world % tp == 0 and options["tp"] in (None, tp) and shape.splits(tp)]
     if not degrees:
         raise UserError(f"{world} ranks have no tp of {options['tp'] or 'any degree'} that splits {shape.heads} heads")

@@ -24,7 +24,7 @@ class Step:
         micro_batch: sequences of one forward.
         bytes: of a number.
         checkpointed: blocks are computed again in backward.
-        sequence_parallel, overlap: as in `Setting`.
+        sequence_parallel, overlap, kernels: as in `Setting`.
     """
 
     batch: int
@@ -34,10 +34,11 @@ class Step:
     sequence_parallel: bool
     checkpointed: bool
     overlap: bool
+    kernels: bool = True
 
     def setting(self, tp: int) -> Setting:
         together = self.sequence_parallel and tp > 1
-        return Setting(tp, self.tokens, self.micro_batch, self.bytes, together, self.overlap)
+        return Setting(tp, self.tokens, self.micro_batch, self.bytes, together, self.overlap, self.kernels)
 
 
 @dataclass(frozen=True)

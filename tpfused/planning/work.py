@@ -32,13 +32,16 @@ class Matmul:
 
 @dataclass(frozen=True)
 class Attention:
-    """Scaled dot-product attention of ``[batch, heads, tokens, head_dim]``, causal, forward or backward."""
+    """Scaled dot-product attention of ``[batch, heads, tokens, head_dim]``, causal, forward or backward; of fewer
+    `kv_heads` where several heads share a key and a value.
+    """
 
     batch: int
     heads: int
     tokens: int
     head_dim: int
     backward: bool = False
+    kv_heads: int | None = None
 
     @property
     def label(self) -> str:

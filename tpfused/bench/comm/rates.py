@@ -14,6 +14,7 @@ import torch.nn.functional as F
 
 from tpfused.bench.measure import Timed
 from tpfused.bench.sampling import interleave
+from tpfused.layers.attention import scaled_dot_product_attention
 from tpfused.planning.work import CONTIGUOUS, JOINED, STRIDED, Attention, Matmul, Pass
 
 # On a GPU and, much smaller, on a CPU.
@@ -69,13 +70,17 @@ def _matmul(work: Matmul, device: torch.device, dtype: torch.dtype) -> Callable:
 
 def _attention(work: Attention, device: torch.device, dtype: torch.dtype) -> Callable:
     """As the layers call it."""
-    shape = (work.batch, work.heads, work.tokens, work.head_dim)
-    q, k, v = leaves = [torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3)]
-    grad = torch.randn(shape, device=device, dtype=dtype)
-    attend = partial(F.scaled_dot_product_attention, q, k, v, is_causal=True)
+
+    def tensor(heads: int) -> torch.Tensor:  # tokens first in memory, as in the packed projection
+        values = torch.randn(work.batch, work.tokens, heads, work.head_dim, device=device, dtype=dtype)
+        return values.transpose(1, 2)
+
+    kv_heads = work.kv_heads or work.heads
+    leaves = [tensor(heads).requires_grad_() for heads in (work.heads, kv_heads, kv_heads)]
+    attend = partial(scaled_dot_product_attention, *leaves, None, True, 0.0)
     if not work.backward:
         return attend
-    out = attend()
+    out, grad = attend(), tensor(work.heads)
     return lambda: torch.autograd.grad(out, leaves, grad, retain_graph=True)
 
 
