@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
+from torch.nn.parallel import DistributedDataParallel
 
 import tpfused
 from tests.parallelize.training import (
@@ -56,6 +57,18 @@ def test_ddp(workers, seed, name, accumulate):
 def test_replicas_with_dtensors(workers, seed, name):
     """What DDP does for plain parameters: FSDP2 over a (replicas, 1) mesh."""
     workers.run(check_data_parallel, seed, name, "hsdp", 2)
+
+
+def check_ddp_on_a_mesh(ctx, seed, name):
+    module, _ = laid_out(ctx, name, seed, "tp")
+    ddp = DistributedDataParallel(module, device_mesh=ctx.grid(2)["dp"])
+    with pytest.raises(ValueError, match=r"VocabParallelEmbedding.weight.*device_mesh=.*process_group="):
+        ddp(next(batches(seed, ctx.device)))
+
+
+@pytest.mark.parametrize("name", [PARALLELIZED[0], "own-llama"])
+def test_ddps_own_handling_of_dtensors_is_refused(workers, seed, name):
+    workers.run(check_ddp_on_a_mesh, seed, name)
 
 
 def check_checkpointing(ctx, seed, name, how):
