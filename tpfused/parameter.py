@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tpfused.collectives import copy_to_group
 from tpfused.group import GROUPS, TPGroup, check_exists, replica_mesh, resolve_group
 from tpfused.main_grad import announced, main_grad_of
-from tpfused.placement import ShardInfo, local, own_part, shard_info, splits
+from tpfused.placement import ShardInfo, is_dtensor, local, own_part, shard_info, splits
 from tpfused.sharding import shard_size
 
 if TYPE_CHECKING:
@@ -80,12 +80,20 @@ class ParallelModule(nn.Module):
         """What this rank computes with for the parameter `name`; its gradient reaches the parameter.
 
         Raises:
-            ValueError: FSDP2 has taken a plain shard for a whole parameter.
+            ValueError: FSDP2 has taken a plain shard for a whole parameter, or DDP a DTensor's local tensor.
             RuntimeError: the process group was destroyed.
         """
         if self.group.process_group not in GROUPS:
             check_exists(self.group, type(self).__name__)
         param = getattr(self, name)
+        if name in vars(self) and is_dtensor(param):
+            # DDP(device_mesh=) trains the local tensors, and puts DTensors that are no parameters in their place.
+            # Gradients would be clipped and checkpoints saved as if this rank's shards were the only ones.
+            raise ValueError(
+                f"{type(self).__name__}.{name} is no longer a parameter, but a DTensor made of one, as "
+                f"DistributedDataParallel(device_mesh=) does; build the layers with group= for "
+                f"DistributedDataParallel(process_group=), or wrap them by fully_shard, over a (replicas, 1) mesh say"
+            )
         if name in self._shards and isinstance(param, nn.Parameter) and shard_info(param) is None:
             # FSDP2 puts parameters of its own in the place of ours. It knows of a shard only if that is a DTensor, and
             # would clip gradients and save checkpoints as if this rank's were the only one.
