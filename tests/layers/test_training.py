@@ -64,7 +64,7 @@ def check_recomputed_outside(ctx, tp, seed):
         model = make_model(block, config)
         with forced(ctx, tp, "p2p"):
             with tier(name):
-                loss = model.loss(ids, ids)
+                loss = model.loss(ids, ids.roll(1, 1))
             loss.backward()
         found.append(gradients(model))
     assert_near(*found, "by the other tier")
@@ -76,14 +76,14 @@ def check_accumulation(ctx, tp, mode, seed):
     for config in CONFIGS:
         for name in paths(ctx, tp):
             model, ids = make_model(block, config), draw_ids(block, config, 6, batch=4)
-            model.loss(ids, ids, reduction="sum").backward()
+            model.loss(ids, ids.roll(1, 1), reduction="sum").backward()
             expected = gradients(model)
             model.zero_grad()
             for part in ids.chunk(4):
-                model.loss(part, part, reduction="sum").backward()
+                model.loss(part, part.roll(1, 1), reduction="sum").backward()
             assert_near(gradients(model), expected, f"micro-batches {name} {config}")
             model.zero_grad()
-            loss = model.loss(ids, ids, reduction="sum")
+            loss = model.loss(ids, ids.roll(1, 1), reduction="sum")
             for retain in (True, True, False):
                 loss.backward(retain_graph=retain)
             tripled = {key: 3 * value for key, value in expected.items()}
@@ -95,15 +95,15 @@ def check_without_gradients(ctx, tp, mode, seed):
     for config in CONFIGS:
         for name in paths(ctx, tp):
             model, ids = make_model(block, config), draw_ids(block, config, 6)
-            expected = {"logits": model(ids).detach(), "loss": model.loss(ids, ids).detach()}
+            expected = {"logits": model(ids).detach(), "loss": model.loss(ids, ids.roll(1, 1)).detach()}
             for context in (torch.no_grad, torch.inference_mode):
                 with context():
-                    found = {"logits": model(ids), "loss": model.loss(ids, ids)}
+                    found = {"logits": model(ids), "loss": model.loss(ids, ids.roll(1, 1))}
                     assert not found["loss"].requires_grad
                     assert found["logits"].is_inference() == (context is torch.inference_mode)
                     found = {key: value.clone() for key, value in found.items()}
                 assert_near(found, expected, f"{context.__name__} {name} {config}", 1e-5)
-            model.loss(ids, ids).backward()  # and training goes on
+            model.loss(ids, ids.roll(1, 1)).backward()  # and training goes on
 
 
 class CountsMatmuls(TorchDispatchMode):
@@ -169,7 +169,7 @@ def check_tied(ctx, tp, mode, seed):
                     local(param).copy_(local(other))
             ids = draw_ids(block, config, 6)
             for each in (model, tied):
-                each.loss(ids, ids).backward()
+                each.loss(ids, ids.roll(1, 1)).backward()
             assert_near(gradients(model), gradients(tied), name)
 
 
