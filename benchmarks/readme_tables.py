@@ -109,7 +109,8 @@ def provenance(section: Section, meta: Mapping, file: str, operations: list[str]
     commit = f"commit {meta['commit']}" if meta["commit"] else "no commit"
     library, more = section.facts(meta)
     return (
-        f"{which}**{card}**, driver {meta['driver']}, torch {meta['torch']}, {library}, {commit}, {meta['date'][:10]}"
+        f"{which}**{card}**, driver {meta['driver']}, torch {meta['torch']}, {library}, {commit}, {meta['date'][:10]}, "
+        f"{meta['rounds']} rounds"
         f"{more}. [{file}](benchmarks/results/{file})"
     )
 
@@ -203,7 +204,7 @@ def model_columns(rows: Sequence[Row]) -> Columns:
         "GiB a rank (of TP 1's)": of_ours("peak_bytes", memory),
         **{f"{name} x ours": of(name, "times_ours", ".2f") for name in others},
         "error (dense bf16's)": of_ours(
-            "deviation", lambda row: f"{row['deviation']:.1e} ({row['dense_deviation']:.1e})"
+            "deviation", lambda row: f"{row['deviation']:.3e} ({row['dense_deviation']:.3e})"
         ),
     }
     return {title: cell for title, cell in found.items() if any(cell(variants) for variants in by_case(rows))}

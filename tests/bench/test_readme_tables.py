@@ -26,6 +26,7 @@ META = {
     "layers": 8,
     "commit": "abc",
     "date": "2026-01-02T03:04:05+00:00",
+    "rounds": 21,
     "copy_gbps": 3005.4,
     "complete": True,
     "quick": False,
@@ -133,8 +134,8 @@ def test_overlap(place):
     place.record("overlap-4xGPU.json", [overlap_row("ours", 10.0)], gpus=4)
     lines = place.section(OVERLAP).splitlines()
     assert lines[0] == (
-        "**2 x Some GPU**, driver 580.1, torch 2.11.0, NCCL 2.28.9, commit abc, 2026-01-02, NCCL_NVLS_ENABLE=0. "
-        "[overlap-2xGPU.json](benchmarks/results/overlap-2xGPU.json)"
+        "**2 x Some GPU**, driver 580.1, torch 2.11.0, NCCL 2.28.9, commit abc, 2026-01-02, 21 rounds, "
+        "NCCL_NVLS_ENABLE=0. [overlap-2xGPU.json](benchmarks/results/overlap-2xGPU.json)"
     )
     assert lines[2:6] == [
         "| matmul_all_reduce (bf16) | pass | matmul us | collective us | ours us | ratio to floor (IQR) | hidden "
@@ -164,7 +165,7 @@ def test_model(place):
     place.record("model-2xGPU.json", rows, gpus=2)
     lines = place.section(MODEL).splitlines()
     assert lines[0] == (
-        "**2 x Some GPU**, driver 580.1, torch 2.11.0, NCCL 2.28.9, commit abc, 2026-01-02, 8 layers of 8B, "
+        "**2 x Some GPU**, driver 580.1, torch 2.11.0, NCCL 2.28.9, commit abc, 2026-01-02, 21 rounds, 8 layers of 8B, "
         "NCCL_NVLS_ENABLE=0. [model-2xGPU.json](benchmarks/results/model-2xGPU.json)"
     )
     assert lines[2:6] == [
@@ -172,8 +173,8 @@ def test_model(place):
         "| megatron x ours | error (dense bf16's) |",
         "|---|---|--:|--:|--:|--:|--:|--:|--:|--:|",
         "| 64 tokens TP 2 | fwd+bwd | 2.0 | 500,000 | 1.90 (0.01) | 0.50 | 1.0 (0.520) | 2.50 | failed "
-        "| 4.0e-03 (5.0e-03) |",
-        "| 64 tokens TP 1 | fwd+bwd | 4.0 | 250,000 |  | 0.50 | 1.0 | wrong |  | 4.0e-03 (5.0e-03) |",
+        "| 4.000e-03 (5.000e-03) |",
+        "| 64 tokens TP 1 | fwd+bwd | 4.0 | 250,000 |  | 0.50 | 1.0 | wrong |  | 4.000e-03 (5.000e-03) |",
     ]
     assert lines[7:] == [
         "| decode (bf16) | pass | us | tokens/s |",

@@ -8,11 +8,13 @@ import pytest
 import torch
 
 import tpfused
-from tpfused import cli
+from tpfused import cli, reference
 from tpfused.checking import cases
 from tpfused.checking.cases import LAYERS, OPERATIONS, Case
 from tpfused.checking.rule import judge
 from tpfused.group import TPGroup
+from tpfused.layers import mlp
+from tpfused.overlap.tiers import wanted
 
 ALONE = TPGroup(None, 0, 1)
 CPU = torch.device("cpu")
@@ -74,6 +76,14 @@ def test_sees_a_wrong_gradient(monkeypatch):
     monkeypatch.setattr(tpfused.ParallelMLP, "forward", detached)
     verdict = cases.run(case, ALONE, CPU)
     assert verdict.ratio > 1 and verdict.tensor == "result"
+
+
+def test_a_kernel_is_not_compared_with_itself(monkeypatch):
+    case = Case("layer", "ParallelGatedMLP", 1, "fp64")
+    monkeypatch.setattr(mlp, "runs_kernels", lambda x, backend: wanted[-1] != "reference")
+    monkeypatch.setattr(mlp, "gated_act", lambda x, activation: 2 * reference.gated_act(x, activation))
+    torch.manual_seed(0)
+    assert cases.run(case, ALONE, CPU).ratio > 1
 
 
 def test_the_rule():

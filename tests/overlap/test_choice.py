@@ -193,6 +193,8 @@ def check_forced(ctx, folder):
             with tier(name):
                 assert tier_of(ctx, attempts) == name
             assert explain()[-1].tier == name and explain()[-1].why == "forced"
+        with tier("sequential"):
+            assert tier_of(ctx, attempts) == "reference" and explain()[-1].why == "forced"
         with tier("first"):
             assert tier_of(ctx, attempts) == "p2p" and explain()[-1].why == "not measured, as was asked for"
         assert not attempts.ran

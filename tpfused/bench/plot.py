@@ -22,6 +22,7 @@ COLORS = {
     "megatron_style": "tab:gray",
     "torch_symm_mem": "tab:orange",
     "ours_reference": "lightskyblue",
+    "ours_sequential": "mediumaquamarine",
     "dtensor": "tan",
     "dtensor_compiled": "tab:orange",
     "megatron": "tab:gray",

@@ -153,6 +153,7 @@ greedy decoding in a CUDA graph. Beside ours, with the same weights:
   dtensor_compiled  the same, compiled, with asynchronous tensor parallelism
   megatron          Megatron-LM's layers, where megatron-core is installed
   ours_reference    ours without the overlap and the kernels: plain NCCL
+  ours_sequential   ours without the overlap (decoding): NCCL after the matmul
 
 All logits are compared first, and few layers with a float32 model. The
 variants take turns, at all degrees, and every figure is the slowest rank's.

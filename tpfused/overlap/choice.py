@@ -25,7 +25,7 @@ from tpfused.overlap import saved
 from tpfused.overlap.communicator import TYPES, Communicator, check_agreement, communicator_of, exchange
 from tpfused.overlap.explain import Choice
 from tpfused.overlap.measure import fastest, measure
-from tpfused.overlap.tiers import NAMES, TIERS, exact, wanted
+from tpfused.overlap.tiers import NAMES, PLAIN, TIERS, exact, wanted
 
 Chosen = tuple[Communicator, str] | None
 Attempt = Callable[[Chosen], object]
@@ -135,8 +135,8 @@ def _settled(
         if name in TIERS:
             warnings.warn(f"tpfused: {operation} runs on the plain path, not by {name!r}: {why_plain}", stacklevel=2)
         return _Place(), "reference", why_plain
-    if name == "reference":
-        return _Place(), name, "forced"
+    if name in PLAIN:
+        return _Place(), "reference", "forced"
     place = _place_of(group, x.device, capturing)
     if name in TIERS and name not in place.tiers:
         why_none = f" ({place.why_none})" if place.why_none else ""

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 TIERS = ("nccl", "p2p")  # in the extension's order
-NAMES = ("measured", "first", *TIERS, "reference")
+PLAIN = ("sequential", "reference")  # torch's collective before or after the whole matmul
+NAMES = ("measured", "first", *TIERS, *PLAIN)
 exact = [False]  # whether all tiers must give the same bits; as of those wanted, the last one counts
 wanted = [os.environ.get("TPFUSED_TIER") or "measured"]
 
@@ -19,11 +20,11 @@ def tier(name: str) -> Iterator[None]:
     The environment variable TPFUSED_TIER, read when the first operation is imported, says it for those outside.
 
     Args:
-        name: "p2p", "nccl" or "reference" (torch's collective before or after the whole matmul) force that tier; under
-            "reference" the layers use none of Triton's kernels either, as with their ``backend="reference"``.
-            "first" takes the first of the three that the group has, and measures nothing; "measured", where nothing
-            else is said, the fastest. Tiers do not add in the same order: where each run must give the same bits, force
-            one, or see `deterministic`.
+        name: "p2p" or "nccl" force that tier. Under "sequential" nothing is overlapped: torch's collective comes before
+            or after the whole matmul; under "reference" the layers use none of Triton's kernels either, as with their
+            ``backend="reference"``. "first" takes the first tier that the group has, and measures nothing; "measured",
+            where nothing else is said, the fastest. Tiers do not add in the same order: where each run must give the
+            same bits, force one, or see `deterministic`.
 
     Raises:
         ValueError: there is no such tier. The operations inside raise it where their group lacks the tier; what no tier

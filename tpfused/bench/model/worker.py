@@ -23,12 +23,16 @@ from tpfused.bench.model.programs import Place, Program, build, build_all, place
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
+from tpfused.overlap.calls import workspace_bytes
 from tpfused.overlap.communicator import peer_bytes
 from tpfused.training.launch import Worker
 
 MATMUL = "matmul"  # whose rate is the peak
 PEAK_TOKENS = 8192
 TOLERANCE = 5e-2  # relative, of the norm, between two ways to compute the same logits in 16 bits
+
+# Decoding's variants, each with the tier that it is forced to: they differ in the all-reduces, and then in the kernels.
+DECODED = {"ours_reference": "reference", "ours_sequential": "sequential", "ours": None}
 
 Row = dict[str, Any]
 Key = tuple[Degree, str]  # of a program: where, and its variant
@@ -156,7 +160,8 @@ def measure(
 def measure_decoding(
     group: Sequence[Case], models: Mapping[Degree, Program], plan: Plan, device: torch.device, timer: GpuTimer | None
 ) -> list[list[Row]]:
-    """The rows of decoding at several degrees: ours, and ours with plain NCCL, in turn.
+    """The rows of decoding at several degrees, in turn: ours, ours with NCCL's all-reduces after the matmuls, and ours
+    without the kernels either.
 
     What is right is an eager step's logits, with plain NCCL where there are several ranks.
     """
@@ -164,7 +169,7 @@ def measure_decoding(
     known: dict[Key, Row] = {}
     for case in group:
         model, right = models[case.degree].module.model, None
-        for name, forced in {"ours_reference": "reference", "ours": None}.items():
+        for name, forced in DECODED.items():
             if forced and case.degree.tp == 1:
                 continue
             ready, error = together(partial(decode.prepare, model, case.batch, case.tokens, forced, timer))
@@ -283,7 +288,8 @@ def _once(program: Program, direction: str, ids: Tensor, labels: Tensor) -> None
 
 def _peak_bytes(program: Program, call: Callable[[], None], variant: str, place: Place) -> int | None:
     """The most memory that the program holds in a call, its parameters included; None on a CPU. Others' models, which
-    are there as well, are not counted, and what peers write is: it is not from torch's allocator."""
+    are there as well, are not counted. The workspaces that stay from call to call are, and what peers write, which is
+    not from torch's allocator."""
     call()  # compiles and measures what there is
     call()
     if place.device.type != "cuda":
@@ -294,7 +300,9 @@ def _peak_bytes(program: Program, call: Callable[[], None], variant: str, place:
     call()
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated() - before + program.resident_bytes()
-    return used + (peer_bytes(place.tp.get_group()) if variant == "ours" else 0)
+    if variant == "ours":
+        used += peer_bytes(place.tp.get_group()) + workspace_bytes().get(place.device, 0)
+    return used
 
 
 def _peak_matmul(size: Size, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
