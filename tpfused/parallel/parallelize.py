@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
-from tpfused.parallel import convert, region
+from tpfused.layers.transformer import ParallelTransformer
+from tpfused.parallel import convert, own, region
 from tpfused.parallel.plan import auto_plan, match
 from tpfused.parallel.transformers import LOSSES, shard_logits
 from tpfused.parameter import ParallelModule
@@ -29,7 +30,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     rank for itself, and by all alike elsewhere: seed the ranks alike.
 
     Args:
-        model: from transformers (Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT) with ``plan="auto"``, any with a plan.
+        model: from transformers (Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT), or a `ParallelTransformer` of one process,
+            with ``plan="auto"``; any with a plan.
         mesh: one-dimensional.
         plan: "auto", or styles by patterns of module names: ``{"layers.*.mlp.up_proj": "colwise", ...}``. ``*`` stands
             for anything, and a pattern may leave the beginning of the name out, up to a dot. Modules that no pattern
@@ -57,10 +59,15 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     Raises:
         ValueError: a mesh that is not one-dimensional, an architecture that "auto" does not know (the error lists what
             it cannot place, and shows a plan), a pattern that matches nothing, an unknown style, head counts that do
-            not divide, a model that is parallel already or built of this package's layers, weights that differ between
-            ranks. The model is unchanged then.
+            not divide, a model that is parallel already or otherwise built of this package's layers, weights that
+            differ between ranks. The model is unchanged then.
     """
     group = resolve_group(mesh=_checked(mesh))
+    if isinstance(model, ParallelTransformer) and model.group.process_group is None and plan == "auto":
+        own.check(model, group.size)
+        _check_same_weights(model, group)
+        own.split(model, mesh, convert.Conversion(group).device)
+        return model
     _check_model(model)
     plan = auto_plan(model) if isinstance(plan, str) and plan == "auto" else plan
     if not isinstance(plan, Mapping):
@@ -117,9 +124,9 @@ def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ParallelModule):
             raise ValueError(
-                f"{name or type(model).__name__} is one of this package's parallel layers already; a model built of "
-                f"them is split when it is made: pass mesh= to it (tpfused.ParallelTransformer(config, mesh=mesh)), "
-                f"and load its weights by load_full_state_dict or load_sharded"
+                f"{name or type(model).__name__} is one of this package's parallel layers already; what is built of "
+                f"them is split when it is made, by mesh=, and load_full_state_dict or load_sharded loads its weights; "
+                f'but for a ParallelTransformer of one process (no group), with plan="auto"'
             )
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             raise ValueError(
