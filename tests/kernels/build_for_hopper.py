@@ -81,7 +81,7 @@ def main() -> None:
         softmax._forward(scores, mask, seed, 0.5, 1, 0.1)
         softmax._backward(scores, mask, scores, seed, 0.5, 1, 0.1)
     ids = torch.zeros(64, dtype=torch.int64)
-    embedding._forward(ids, weight, 0, 600, -1, True)
+    embedding._forward(ids, weight, None, 0, 600, -1, True)
     embedding._backward(torch.zeros(64, 512, dtype=torch.bfloat16), ids, 512, 0, -1)
     grad = torch.zeros(64, 512, dtype=torch.bfloat16)
     embedding._sum_rows(torch.zeros(512, 512), ids, grad, 0, -1, accumulate=True)
