@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from itertools import count
 from pathlib import Path
 
@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfused.checkpoint import check_state, model_entries, save_entry
-from tpfused.parameter import empty_on
+from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local
 
 INDEX = "model.safetensors.index.json"
@@ -29,17 +29,20 @@ SINGLE = "model.safetensors"
 def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | str | None = None) -> None:
     """Read this rank's part of each parameter and persistent buffer from a folder of safetensors files, or one file.
 
+    Of a folder, ``model.safetensors`` is read, else the files of its index, as transformers does; else all.
+
     Besides the model, this takes the memory of one parameter's part. Names are the dense model's (those of
     transformers for a model from `parallelize`); a transformers checkpoint may lack or have the base model's prefix,
     and hold a tied parameter under any of its names. Dtypes are the model's. Not collective.
 
     What is on the meta device is made first: DTensors on their mesh's devices, other tensors on `device` (None: torch's
-    default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does.
+    default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does. Such
+    parameters are new ones: make the optimizer afterwards.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
-        ValueError: tensors are missing, not the model's, or of another shape (all are listed); buffers on the meta
-            device that cannot be computed. Nothing has been loaded then.
+        ValueError: tensors are missing, not the model's, or of another shape (all are listed), or in two files; a file
+            that is broken; buffers on the meta device that cannot be computed. Nothing has been loaded then.
     """
     with ExitStack() as files:
         found = _by_names_of(model, _open(Path(path), files))
@@ -57,21 +60,31 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
 
     `load_sharded` reads them at any degree of parallelism, and transformers' `from_pretrained` on one device.
     Collective: every rank calls it, and rank 0 of the default process group writes, holding one file's tensors in
-    memory. Several files have an index. Those of an earlier save in the folder are replaced.
+    memory. Several files have an index. An earlier checkpoint in the folder is replaced: at each moment one of the two
+    is whole there, and other files stay.
 
     Raises:
-        OSError, on all ranks: rank 0 could not write.
+        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer.
+        OSError, on all ranks: rank 0 could not write. The earlier checkpoint is still there then.
     """
+    check_size(max_file_bytes, "max_file_bytes")
+    on_meta = [entry.names[0] for entry in model_entries(model) if entry.tensor.is_meta]
+    if on_meta:
+        raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save")
     writer = _Writer(Path(path), max_file_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
     failure = None
     for entry in model_entries(model):
         state: dict[str, Tensor] = {}
-        save_entry(entry, entry.tensor, entry.names, state)
-        if writer is not None and failure is None:  # after one, rank 0 still gathers, which all ranks do together
-            failure = _failure_of(writer.add, state)
+        # After a failure rank 0 still gathers, which all ranks do together.
+        failed = _failure_of(save_entry, entry, entry.tensor, entry.names, state)
+        if writer is not None and failed is None and failure is None:
+            failed = _failure_of(writer.add, state)
+        failure = failure or failed
     if writer is not None and failure is None:
         configs = (getattr(model, name, None) for name in ("config", "generation_config"))
         failure = _failure_of(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
+    if writer is not None:
+        writer.clean_up()
     if dist.is_initialized():
         told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
         dist.broadcast_object_list(told, src=0)
@@ -134,37 +147,73 @@ class _Writer:
     def finish(self, configs: list) -> None:
         if self.pending or not self.files:
             self._flush()
-        for old in (*self.folder.glob("model*.safetensors"), self.folder / INDEX):
-            old.unlink(missing_ok=True)
-        homes = {}
-        for number, (temporary, names) in zip(count(1), self.files):
-            several = f"model-{number:05d}-of-{len(self.files):05d}.safetensors"
-            final = SINGLE if len(self.files) == 1 else several
-            temporary.rename(self.folder / final)
-            homes |= dict.fromkeys(names, final)
-        if len(self.files) > 1:
-            index = {"metadata": {"total_size": self.total}, "weight_map": homes}
-            (self.folder / INDEX).write_text(json.dumps(index, indent=2))
         for config in configs:
             config.save_pretrained(self.folder)
+        earlier = []
+        if (self.folder / INDEX).exists():
+            with suppress(ValueError):  # a broken one names nothing that this save would replace
+                earlier += [file for file in _indexed(self.folder) if file.parent == self.folder]
+        if len(self.files) == 1:  # which comes before an index
+            self.files[0][0].replace(self.folder / SINGLE)
+            earlier.append(self.folder / INDEX)
+        else:
+            self._finish_several()
+            earlier.append(self.folder / SINGLE)
+        for old in earlier:
+            old.unlink(missing_ok=True)
+
+    def _finish_several(self) -> None:
+        """Under names that no earlier checkpoint has, so that the new index takes the place of the old one at once."""
+        homes = {}
+        for attempt in count():
+            tag = f"-{attempt}" if attempt else ""
+            names = [f"model{tag}-{i:05d}-of-{len(self.files):05d}.safetensors" for i in range(1, len(self.files) + 1)]
+            if not any((self.folder / name).exists() for name in names):
+                break
+        for name, (temporary, held) in zip(names, self.files, strict=True):
+            temporary.replace(self.folder / name)
+            homes |= dict.fromkeys(held, name)
+        new = self.folder / f".{INDEX}.partial"
+        new.write_text(json.dumps({"metadata": {"total_size": self.total}, "weight_map": homes}, indent=2))
+        new.replace(self.folder / INDEX)
+
+    def clean_up(self) -> None:
+        """What a save that failed, this one or an earlier one, has left."""
+        for file in self.folder.glob(".model.safetensors.*partial"):
+            file.unlink(missing_ok=True)
+
+
+def _indexed(folder: Path) -> list[Path]:
+    """The files that the folder's index names."""
+    try:
+        homes = json.loads((folder / INDEX).read_text())["weight_map"]
+        return [folder / name for name in dict.fromkeys(homes.values())]
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        told = f"{type(error).__name__}: {error}"
+        raise ValueError(f"{folder / INDEX} is no index of safetensors files: {told}") from error
 
 
 def _open(path: Path, files: ExitStack) -> dict[str, StoredTensor]:
     """All tensors of the file or folder, by name; the files are closed with the stack."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
-    if path.is_dir() and (path / INDEX).exists():
-        homes = json.loads((path / INDEX).read_text())["weight_map"]
-        paths = [path / name for name in dict.fromkeys(homes.values())]
+    if not path.is_dir() or (path / SINGLE).exists():
+        paths = [path / SINGLE if path.is_dir() else path]
     else:
-        paths = sorted(path.glob("*.safetensors")) if path.is_dir() else [path]
+        paths = _indexed(path) if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
     if not paths or not all(file.is_file() for file in paths):
         missing = [str(file) for file in paths if not file.is_file()] or [f"{path}/*.safetensors"]
         raise FileNotFoundError(f"no checkpoint to load: {', '.join(missing)}")
-    stored = {}
+    stored, homes = {}, {}
     for file in paths:
-        handle = files.enter_context(safe_open(file, framework="pt"))
-        stored |= {name: StoredTensor(handle, name) for name in handle.keys()}
+        try:
+            handle = files.enter_context(safe_open(file, framework="pt"))
+        except SafetensorError as error:
+            raise ValueError(f"{file} is no whole safetensors file: {error}") from error
+        for name in handle.keys():
+            if name in stored:
+                raise ValueError(f"{name} is in two files: {homes[name]} and {file}")
+            stored[name], homes[name] = StoredTensor(handle, name), file
     return stored
 
 
