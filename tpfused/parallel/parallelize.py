@@ -28,7 +28,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     the meta device. Names stay: those of transformers' checkpoints, for `load_sharded` and `save_sharded`. Tied
     parameters stay tied. Dropout between a column- and a row-parallel layer is drawn by each rank for itself, and by
     all alike elsewhere: seed the ranks alike. A transformers model's ``output_attentions=True`` gives the attentions of
-    this rank's heads.
+    this rank's heads, and its `save_pretrained` raises.
 
     Args:
         model: from transformers (Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT), or a `ParallelTransformer` of one process,
@@ -89,6 +89,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[key] = buffer.to(to[name].device)
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = _no_save_pretrained
     for name, style in styles.items():
         if style == "vocab_head":
             shard_logits(model, modules[name])
@@ -97,6 +99,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         rows = {name: modules[name] for name, style in styles.items() if style == "rowwise"}
         region.draw_apart(model, columns, rows)
     return model
+
+
+def _no_save_pretrained(*args, **kwargs) -> None:
+    raise RuntimeError(
+        "save_pretrained cannot save a parallelized model, which is in parts: tpfused.save_sharded(model, folder), "
+        "called on every rank, writes a checkpoint of the same format"
+    )
 
 
 def _checked(mesh: object) -> DeviceMesh:
