@@ -1,6 +1,8 @@
 """Each architecture against its dense self: logits, loss, gradients, tokens, optimizer steps."""
 
 import copy
+import io
+import pickle
 
 import pytest
 import torch
@@ -187,6 +189,9 @@ def check_loss_options(ctx, tp, seed, name):
     expected, (loss, logits) = dense(ids, **given).loss, model(ids, **given, return_dict=False)[:2]
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=1e-5)
     assert logits.shape[-1] < VOCAB
+    out = model(ids, **given)
+    assert list(out)[:2] == ["loss", "logits"] and out[0] is out.to_tuple()[0] is out.loss
+    torch.testing.assert_close(out[0], expected, rtol=1e-5, atol=1e-5)
     names = list(__import__("inspect").signature(type(dense).forward).parameters)[1:]
     positional = [{"input_ids": ids, "labels": ids}.get(n) for n in names[: names.index("labels") + 1]]
     out = model(*positional)
@@ -232,3 +237,47 @@ def check_built_on_the_cpu(ctx, tp, seed):
 @split
 def test_a_model_on_the_cpu_goes_to_the_meshs_devices(workers, tp, seed):
     workers.run(check_built_on_the_cpu, tp, seed)
+
+
+def check_pickle(ctx, tp, seed, name):
+    """Pickle and torch.save, with dropout's hooks and the loss of sharded logits."""
+    _, model = twins(ctx, tp, seed, name, **DROPOUT[name])
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    ids, mask = random_ids(model, ctx.device)
+    losses = []
+    for m in (model, pickle.loads(pickle.dumps(model)), torch.load(file, weights_only=False)):
+        assert [type(module) for module in m.modules()] == [type(module) for module in model.modules()]
+        torch.manual_seed(seed)
+        losses.append(m(ids, attention_mask=mask, labels=ids).loss)
+        losses[-1].backward()
+        grads = {p: v.grad.full_tensor() for p, v in m.named_parameters()}
+        compare(grads, {p: v.grad.full_tensor() for p, v in model.named_parameters()}, 1e-10, str)
+    assert losses[0] == losses[1] == losses[2]
+
+
+DROPOUT = {
+    "llama": {"attention_dropout": 0.3},
+    "gpt2": {"attn_pdrop": 0.3, "resid_pdrop": 0.3},
+    "bert": {"hidden_dropout_prob": 0.3, "attention_probs_dropout_prob": 0.3},
+}
+
+
+@split
+@pytest.mark.parametrize("name", DROPOUT)
+def test_pickle(workers, tp, seed, name):
+    workers.run(check_pickle, tp, seed, name)
+
+
+def check_save_pretrained(ctx, tp, seed, folder):
+    _, model = twins(ctx, tp, seed, "llama")
+    for m in (model, model.model, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with pytest.raises(RuntimeError, match="save_sharded"):
+            m.save_pretrained(folder)
+
+
+@split
+def test_save_pretrained_is_refused(workers, tp, seed, tmp_path):
+    workers.run(check_save_pretrained, tp, seed, tmp_path)
+    assert not list(tmp_path.iterdir())

@@ -15,7 +15,7 @@ from tests.parallelize.models import build, whole
 from tpfused.checkpoint import model_entries
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
-from tpfused.parallel.styles import Style
+from tpfused.parallel.styles import Style, tp_plan
 
 ALONE = TPGroup(None, 0, 1)
 split = pytest.mark.parametrize("tp", [2, 4], indirect=True)
@@ -164,6 +164,13 @@ def check_torch_styles(ctx, tp, seed):
             assert_close(whole(grad, param) if hasattr(grad, "full_tensor") else grad, param.grad, name)
     with refuses(ValueError, "colwize", "rowwise"):
         Style("colwize")
+    for count in (2.5, "a", 0, -2, True):
+        with refuses(ValueError, f"num_heads must be a positive integer, not {count!r}"):
+            Style("colwise_kv", num_heads=count)
+        with refuses(ValueError, f"num_key_value_heads must be a positive integer, not {count!r}"):
+            Style("colwise_kv", num_heads=4, num_key_value_heads=count)
+    with refuses(ValueError, "num_key_value_heads=2", "without num_heads"):
+        Style("colwise_kv", num_key_value_heads=2)
     with refuses(ValueError, "Embedding", "colwise"):
         parallelize_module(dense, ctx.mesh(tp), {"embed": Style("colwise")})
 
@@ -385,16 +392,17 @@ def test_the_plan_that_the_error_shows_works(workers, seed):
         workers.run(_on_four, check_shown_plan, seed)
 
 
-def check_different(ctx, seed):
-    if ctx.world < 2:
-        return
-    torch.manual_seed(seed + ctx.rank)
-    model = Model().to(ctx.device)
-    names = list(model.state_dict())
-    with pytest.raises(ValueError, match="differ between the ranks.*one seed"):
-        tpfused.parallelize(model, ctx.mesh(ctx.world), {"extra": "colwise_gather"})
-    assert not any(hasattr(p, "placements") for p in model.parameters()) and list(model.state_dict()) == names
+def check_tp_plan(ctx, seed):
+    with torch.device("meta"):
+        skeleton = build("llama")
+    with refuses(ValueError, "colwize", "colwise_gather"):
+        tp_plan(skeleton, {"mlp.up_proj": "colwize"})
+    with refuses(TypeError, "automatic"):
+        tp_plan(skeleton, "automatic")
+    with refuses(TypeError, "3"):
+        tp_plan(skeleton, 3)
 
 
-def test_weights_that_differ_between_ranks(workers, seed):
-    workers.run(check_different, seed)
+def test_what_tp_plan_refuses(workers, seed):
+    pytest.importorskip("transformers.distributed.tensor_parallel")
+    workers.run(_on_four, check_tp_plan, seed)

@@ -96,6 +96,11 @@ class WholeParameters:
         finally:
             self._parameters.update(whole)
 
+    def __reduce_ex__(self, protocol: int):
+        # Pickle finds a class by its name, under which the module's own is.
+        _, (_, *args), *state = super().__reduce_ex__(max(protocol, 2))
+        return _new, (type(self).__bases__[1], *args), *state
+
 
 def compute_with_local(module: nn.Module, group: TPGroup, sum_gradients: bool) -> None:
     """Give the module, whose parameters are Replicate DTensors, a class that computes with their local tensors."""
@@ -108,3 +113,8 @@ def _with_whole_parameters(cls: type) -> type:
     # The name and the signature stay: libraries look at both.
     forward = wraps(cls.forward)(lambda self, *args, **kwargs: WholeParameters.forward(self, *args, **kwargs))
     return type(cls.__name__, (WholeParameters, cls), {"__module__": cls.__module__, "forward": forward})
+
+
+def _new(cls: type, *args) -> nn.Module:
+    made = _with_whole_parameters(cls)
+    return made.__new__(made, *args)

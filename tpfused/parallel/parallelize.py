@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
-from tpfused.collectives import all_gather
-from tpfused.group import TPGroup, resolve_group
+from tpfused.group import resolve_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.parallel import convert, own, region
-from tpfused.parallel.plan import auto_plan, match
+from tpfused.parallel.plan import match, resolve_plan
+from tpfused.parallel.same import check_same
 from tpfused.parallel.transformers import LOSSES, shard_logits
 from tpfused.parameter import ParallelModule
 
@@ -25,9 +24,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
 
     Every rank gives the same model with the same weights (one seed, or one checkpoint), on any device, or on the meta
     device, to be filled by `load_sharded`. Parameters become DTensors on `mesh`, on its devices: call this before
-    `fully_shard` and before the optimizer is made. Names stay: those of transformers' checkpoints, for `load_sharded`
-    and `save_sharded`. Tied parameters stay tied. Dropout between a column- and a row-parallel layer is drawn by each
-    rank for itself, and by all alike elsewhere: seed the ranks alike.
+    `fully_shard` and before the optimizer is made, which `load_sharded` comes before too: it replaces parameters on
+    the meta device. Names stay: those of transformers' checkpoints, for `load_sharded` and `save_sharded`. Tied
+    parameters stay tied. Dropout between a column- and a row-parallel layer is drawn by each rank for itself, and by
+    all alike elsewhere: seed the ranks alike. A transformers model's ``output_attentions=True`` gives the attentions of
+    this rank's heads, and its `save_pretrained` raises.
 
     Args:
         model: from transformers (Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT), or a `ParallelTransformer` of one process,
@@ -59,30 +60,26 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     Raises:
         ValueError: a mesh that is not one-dimensional, an architecture that "auto" does not know (the error lists what
             it cannot place, and shows a plan), a pattern that matches nothing, an unknown style, head counts that do
-            not divide, a model that is parallel already or otherwise built of this package's layers, weights that
-            differ between ranks. The model is unchanged then.
+            not divide, a model that is parallel already or otherwise built of this package's layers; on every rank,
+            models or weights that differ between ranks. The model is unchanged then.
+        TypeError: no mesh, or a plan that is neither "auto" nor a mapping.
     """
     group = resolve_group(mesh=_checked(mesh))
     if isinstance(model, ParallelTransformer) and model.group.process_group is None and plan == "auto":
+        check_same(dict(model.named_parameters()), group)
         own.check(model, group.size)
-        _check_same_weights(model, group)
         own.split(model, mesh, convert.Conversion(group).device)
         return model
     _check_model(model)
-    plan = auto_plan(model) if isinstance(plan, str) and plan == "auto" else plan
-    if not isinstance(plan, Mapping):
-        raise TypeError(f"plan must be 'auto' or a dict of styles by module patterns, not {plan!r}")
-    unknown = sorted({style for style in plan.values() if style not in convert.STYLES})
-    if unknown:
-        raise ValueError(f"unknown styles {unknown}; there are {', '.join(convert.STYLES)}")
+    # Before the checks that one rank's model may fail alone: the other ranks would wait for it here.
+    check_same(dict(model.named_parameters()), group)
+    styles = match(model, resolve_plan(model, plan))
     modules = dict(model.named_modules())
-    styles = match(model, plan)
     to = {name: convert.Conversion(group, convert.knows_heads(*_upwards(modules, name))) for name in modules}
     for name, style in styles.items():
         convert.check_convertible(name, modules[name], style, to[name])
     _check_heads(model, styles)
     _check_ties(modules, styles)
-    _check_same_weights(model, group)
 
     # What a module counts may be its projections' to read: it comes after them.
     for name in sorted(styles, key=lambda name: styles[name] == "attention"):
@@ -92,6 +89,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
                 module._buffers[key] = buffer.to(to[name].device)
+        if hasattr(module, "save_pretrained"):
+            module.save_pretrained = _no_save_pretrained
     for name, style in styles.items():
         if style == "vocab_head":
             shard_logits(model, modules[name])
@@ -100,6 +99,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         rows = {name: modules[name] for name, style in styles.items() if style == "rowwise"}
         region.draw_apart(model, columns, rows)
     return model
+
+
+def _no_save_pretrained(*args, **kwargs) -> None:
+    raise RuntimeError(
+        "save_pretrained cannot save a parallelized model, which is in parts: tpfused.save_sharded(model, folder), "
+        "called on every rank, writes a checkpoint of the same format"
+    )
 
 
 def _checked(mesh: object) -> DeviceMesh:
@@ -162,26 +168,3 @@ def _check_ties(modules: dict[str, nn.Module], styles: dict[str, str]) -> None:
         if len(kinds) > 1:
             told = ", ".join(f"{name} is {styles.get(name, 'replicate')!r}" for name in names)
             raise ValueError(f"tied parameters must be split alike, but {told}")
-
-
-@torch.no_grad()
-def _check_same_weights(model: nn.Module, group: TPGroup) -> None:
-    """Shards of different models would be no model: compare what all ranks give, by sums of the parameters' bits."""
-    params = {name: param for name, param in model.named_parameters() if not param.is_meta}
-    if group.size == 1 or not params:
-        return
-    own = torch.stack([_bits(param).cpu() for param in params.values()]).to(convert.Conversion(group).device)
-    of_all = all_gather(own[None], 0, group.size, group)
-    different = (of_all != of_all[0]).any(0).tolist()
-    names = [name for name, differs in zip(params, different, strict=True) if differs]
-    if names:
-        raise ValueError(
-            f"{len(names)} of {len(params)} parameters differ between the ranks of the mesh ({names[0]}, ...): build "
-            f"the model from one seed or one checkpoint on all of them"
-        )
-
-
-def _bits(param: Tensor) -> Tensor:
-    """An exact sum: the same whatever the order of summation."""
-    integers = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[param.element_size()]
-    return param.detach().contiguous().view(integers).sum(dtype=torch.int64)

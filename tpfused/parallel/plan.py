@@ -9,6 +9,8 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
+from tpfused.parallel.convert import STYLES
+
 _DECODER = {
     "embed_tokens": "vocab_embedding",
     "layers.*.self_attn": "attention",
@@ -88,6 +90,23 @@ def auto_plan(model: nn.Module) -> dict[str, str]:
             missed[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)] = module
     if missed:
         raise ValueError(_unplaced(model, model_type, plan, missed))
+    return plan
+
+
+def resolve_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Mapping[str, str]:
+    """The styles by patterns that the user's `plan` stands for: `auto_plan`'s for "auto".
+
+    Raises:
+        TypeError: neither "auto" nor a mapping.
+        ValueError: an unknown style; and as `auto_plan`.
+    """
+    if isinstance(plan, str) and plan == "auto":
+        return auto_plan(model)
+    if not isinstance(plan, Mapping):
+        raise TypeError(f"plan must be 'auto' or a dict of styles by module patterns, not {plan!r}")
+    unknown = [style for style in plan.values() if not isinstance(style, str) or style not in STYLES]
+    if unknown:
+        raise ValueError(f"unknown styles {unknown}; there are {', '.join(STYLES)}")
     return plan
 
 

@@ -12,14 +12,18 @@ from torch.distributed.tensor.parallel import ParallelStyle
 
 from tpfused.group import resolve_group
 from tpfused.parallel import convert
-from tpfused.parallel.plan import auto_plan, match
+from tpfused.parallel.plan import match, resolve_plan
+from tpfused.parallel.same import check_same
+from tpfused.placement import is_dtensor
 
 
 class Style(ParallelStyle):
     """A style of `tpfused.parallelize` for `torch.distributed.tensor.parallel.parallelize_module`.
 
     ``parallelize_module(model, mesh, {"layers.*.up": Style("colwise"), "layers.*.down": Style("rowwise")})``.
-    Parameters of modules without a style stay plain tensors. Tied ones stay tied where all their modules have a style.
+    Every rank gives the same weights, as to `parallelize`: unlike torch's own styles, which broadcast rank 0's, these
+    only check that they are. Parameters of modules without a style stay plain tensors. Tied ones stay tied where all
+    their modules have a style. All ranks draw the same dropout, between "colwise" and "rowwise" layers too.
 
     Args:
         name: any style but "vocab_head", which is a whole model's: "colwise_gather" instead.
@@ -27,8 +31,9 @@ class Style(ParallelStyle):
             config on the module.
 
     Raises:
-        ValueError: an unknown style; when it is applied, a module that it cannot be given to, and head counts that do
-            not divide.
+        ValueError: an unknown style, and head counts that are no positive integers, or only the keys'; when it is
+            applied, parameters of the module that differ between ranks, a module that it cannot be given to, and head
+            counts that do not divide.
     """
 
     def __init__(self, name: str, *, num_heads: int | None = None, num_key_value_heads: int | None = None):
@@ -36,12 +41,18 @@ class Style(ParallelStyle):
         known = [style for style in convert.STYLES if style != "vocab_head"]
         if name not in known:
             raise ValueError(f"unknown style {name!r}; there are {', '.join(known)}")
+        counts = {"num_heads": num_heads, "num_key_value_heads": num_key_value_heads}
+        for what, count in counts.items():
+            if count is not None and (not isinstance(count, int) or isinstance(count, bool) or count < 1):
+                raise ValueError(f"{what} must be a positive integer, not {count!r}")
+        if num_heads is None and num_key_value_heads is not None:
+            raise ValueError(f"num_key_value_heads={num_key_value_heads} is given without num_heads")
         self.name = name
-        self.heads = None
-        if num_heads is not None:
-            self.heads = SimpleNamespace(num_heads=num_heads, num_key_value_heads=num_key_value_heads)
+        self.heads = None if num_heads is None else SimpleNamespace(**counts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        own = {name: param for name, param in module.named_parameters(recurse=False) if not is_dtensor(param)}
+        check_same(own, resolve_group(mesh=device_mesh))
         return _apply(self.name, module, device_mesh, self.heads)
 
 
@@ -79,7 +90,7 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
         def install_forward(self, module, mesh):
             return _apply(self.style, module, mesh, model)
 
-    styles = match(model, auto_plan(model) if plan == "auto" else plan)
+    styles = match(model, resolve_plan(model, plan))
     styles = {name: "colwise_gather" if style == "vocab_head" else style for name, style in styles.items()}
     fused = [name for name, style in styles.items() if style in convert.PARTS]
     if fused:

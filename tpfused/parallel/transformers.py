@@ -53,8 +53,8 @@ class ShardedLoss:
         labels, self.labels = self.labels, None
         if isinstance(output, tuple):
             return self(output[0], labels, self.head.out_features), *output
-        output["loss"] = self(output.logits, labels, self.head.out_features)
-        return output
+        loss = self(output.logits, labels, self.head.out_features)
+        return type(output)(**{**output, "loss": loss})  # made anew: in its own order, the loss before the logits
 
     def __call__(
         self,
