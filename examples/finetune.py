@@ -10,27 +10,31 @@ import os
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import tpfused
 
 parser = argparse.ArgumentParser()
-parser.add_argument("folder")
-parser.add_argument("data")
-parser.add_argument("out")
+for name in ("folder", "data", "out"):
+    parser.add_argument(name)
 parser.add_argument("--tp", type=int, default=1, help="ranks that split each layer; the rest are data-parallel")
-parser.add_argument("--batch", type=int, default=8, help="texts a step, over all ranks")
+parser.add_argument("--batch", type=int, default=8, help="texts a step, over all ranks; what is left over is dropped")
 parser.add_argument("--lr", type=float, default=1e-5)
 args = parser.parse_args()
+world, texts = int(os.environ.get("WORLD_SIZE", 1)), torch.load(args.data)
+if args.tp < 1 or world % args.tp:
+    parser.error(f"--tp {args.tp} does not divide the number of processes, {world}")
+if args.batch < 1 or args.batch % (world // args.tp):
+    parser.error(f"--batch {args.batch} does not divide by the number of data-parallel ranks, {world // args.tp}")
+if texts.dtype != torch.int64 or texts.ndim != 2 or len(texts) < args.batch:
+    parser.error(f"{args.data}: int64 [{args.batch} texts or more, tokens], not {texts.dtype} {list(texts.shape)}")
+os.makedirs(args.out, exist_ok=True)  # before training, lest it fail after
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
-if device == "cuda":
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-dist.init_process_group()
-mesh = init_device_mesh(device, (dist.get_world_size() // args.tp, args.tp), mesh_dim_names=("dp", "tp"))
-torch.manual_seed(mesh["dp"].get_local_rank())  # the same on the ranks that share a model: they draw the same dropout
+mesh = dist.init_device_mesh(device, (world // args.tp, args.tp), mesh_dim_names=("dp", "tp"))  # joins the group, too
+replica, replicas = mesh["dp"].get_local_rank(), mesh["dp"].size()
+torch.manual_seed(replica)  # the same on the ranks that share a model: they draw the same dropout
 
 with torch.device("meta"):
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.folder))
@@ -40,16 +44,16 @@ for layer in next(module for module in model.modules() if isinstance(module, tor
 fully_shard(model, mesh=mesh["dp"])
 tpfused.load_sharded(model, args.folder)  # each rank reads its own slices
 
-optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
-model.train()
-for step, batch in enumerate(torch.load(args.data).split(args.batch)):
-    ids = batch.chunk(mesh["dp"].size())[mesh["dp"].get_local_rank()].to(device)
+optimizer = torch.optim.AdamW(model.train().parameters(), lr=args.lr)
+for step, batch in enumerate(texts.split(args.batch)[: len(texts) // args.batch]):
+    ids = batch.chunk(replicas)[replica].to(device)
     loss = model(ids, labels=ids).loss
     loss.backward()
     tpfused.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
+    dist.all_reduce(mean := loss.detach() / replicas, group=mesh["dp"].get_group())
     if dist.get_rank() == 0:
-        print(f"step {step}: loss {loss.item():.4f}")
+        print(f"step {step}: loss {mean.item():.4f}")
 tpfused.save_sharded(model, args.out)
 dist.destroy_process_group()

@@ -24,8 +24,8 @@ def generate(
     max_new_tokens: int,
     *,
     mask: Tensor | None = None,
-    temperature: float = 0.0,
-    top_p: float = 1.0,
+    temperature: float | None = 0.0,
+    top_p: float | None = 1.0,
     eos_id: int | None = None,
     generator: torch.Generator | None = None,
 ) -> Tensor:
@@ -39,9 +39,10 @@ def generate(
         max_new_tokens: together with the prompt at most `max_positions`.
         mask: boolean ``[batch, tokens]``, False for padding, which must come first: prompts of different lengths are
             padded on the left.
-        temperature: 0: the likeliest token (of equals the one with the lowest id). Otherwise tokens are drawn from
-            ``softmax(logits / temperature)``.
-        top_p: draw from the fewest likeliest tokens that together have this probability (Holtzman et al., 2020).
+        temperature: 0 or None: the likeliest token (of equals the one with the lowest id). Otherwise tokens are drawn
+            from ``softmax(logits / temperature)``.
+        top_p: draw from the fewest likeliest tokens that together have this probability (Holtzman et al., 2020);
+            1 or None: from all.
         eos_id: ends a sequence; then it is repeated until all sequences have ended.
         generator: for the draws, on the model's device; None: torch's default one. The group's first rank draws for
             all of them.
@@ -57,6 +58,8 @@ def generate(
     """
     vocab_size = model.config.vocab_size
     tokens, padding = _check_prompts(model, ids, max_new_tokens, mask)
+    temperature = 0.0 if temperature is None else temperature
+    top_p = 1.0 if top_p is None else top_p
     _check_sampling(temperature, top_p, eos_id, vocab_size)
 
     # Not inference_mode: parameters that FSDP2 gathers there, and ids made there, cannot be trained with afterwards.

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
+from tpfused.main_grad import gradient_of
 from tpfused.placement import local, splits
 
 
@@ -24,6 +25,9 @@ def clip_grad_norm_(
     parameters in the same order and the same ones without gradients, which are skipped. Each distinct group
     costs one collective of a few numbers; there is none where nothing is sharded, and no synchronisation with
     the host unless `error_if_nonfinite`.
+
+    Where a parameter has a `main_grad`, that is its gradient, which is counted and scaled, and its `grad` is left alone
+    (Megatron-LM's convention; None, or zeros for hooks: see `accumulate_main_grad` of `ColumnParallelLinear`).
 
     Args:
         parameters: one tensor or many.
@@ -43,7 +47,7 @@ def clip_grad_norm_(
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, not {norm_type}")
     parameters = [parameters] if isinstance(parameters, Tensor) else parameters
-    parameters = [param for param in parameters if param.grad is not None]
+    parameters = [param for param in parameters if gradient_of(param) is not None]
     if not parameters:
         return torch.zeros(())
     total = _total_norm(parameters, norm_type)
@@ -51,8 +55,8 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradients' total norm of order {norm_type} is {total.item()}: nothing was clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_dtype = {}
-    for param in parameters:
-        by_dtype.setdefault(param.grad.dtype, []).append(local(param.grad))
+    for grad in map(gradient_of, parameters):
+        by_dtype.setdefault(grad.dtype, []).append(local(grad))
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, scale.to(dtype))  # one kernel only where scale has the same dtype
     return total
@@ -97,7 +101,8 @@ def _key(group: TPGroup) -> tuple:
 
 def _own_gradient(param: Tensor) -> Tensor:
     """The local part of the gradient, split as the parameter is: a DTensor's may have come as partial sums."""
-    placements = getattr(param, "placements", None)
-    if placements is None or param.grad.placements == placements:
-        return local(param.grad)
-    return local(param.grad.redistribute(placements=placements))
+    grad = gradient_of(param)
+    placements = getattr(grad, "placements", None)  # a main_grad may be a plain tensor, the local part already
+    if placements is None or placements == param.placements:
+        return local(grad)
+    return local(grad.redistribute(placements=param.placements))

@@ -1,7 +1,8 @@
 """Weight gradients that are added to ``weight.main_grad`` in float32, instead of to ``weight.grad``.
 
 Megatron-LM's convention (``gradient_accumulation_fusion``): many micro-batches' gradients, added in 16 bits, would lose
-what is small beside their sum.
+what is small beside their sum. `main_grad` is a plain attribute: `copy.deepcopy` of a model leaves it behind, as torch
+does with all attributes of parameters, so give the copy its own.
 """
 
 from __future__ import annotations
@@ -11,6 +12,12 @@ from torch import Tensor
 
 from tpfused.autograd import once_differentiable
 from tpfused.placement import local
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """`main_grad` where the parameter has one, for then its `grad` is None or zeros for hooks; else `grad`."""
+    main_grad = getattr(param, "main_grad", None)
+    return param.grad if main_grad is None else main_grad
 
 
 def main_grad_of(param: Tensor | None, what: str) -> Tensor | None:

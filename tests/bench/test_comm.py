@@ -45,6 +45,7 @@ def test_lists(capsys):
     [
         (["--op", "all_reduc"], "did you mean 'all_reduce'?"),
         (["--sizes", "1K,x"], "'x' is no size such as 64K"),
+        (["--sizes", ""], "'' is no size"),
         (["--sizes", "0"], "'0' is no size"),
         (["--sizes", "100G"], "of 64 GiB at most"),
         (["--gpus", "1"], "at least two ranks, not 1"),

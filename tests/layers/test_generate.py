@@ -191,6 +191,7 @@ def check_sampling(ctx, tp, seed):
             assert len(all_gather(out[None], 0, tp, resolve_group(block.group)).unique(dim=0)) == 1
         assert not torch.equal(model.generate(ids, 8, temperature=100.0), model.generate(ids, 8))
         assert torch.equal(model.generate(ids, 8, temperature=1e-30), model.generate(ids, 8))
+        assert torch.equal(model.generate(ids, 8, temperature=None, top_p=None), model.generate(ids, 8))
         assert torch.equal(model.generate(ids, 8, temperature=5.0, top_p=1e-9), model.generate(ids, 8))
 
 

@@ -11,7 +11,7 @@ from tests.layers.paths import assert_near, gradients, make_model, paths
 from tests.layers.test_transformer import GPT, LLAMA, draw_ids
 from tests.overlap.cases import OPERATIONS
 from tests.overlap.test_operations import CASES, draw
-from tpfused import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tpfused import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, clip_grad_norm_
 from tpfused.placement import local
 
 CONFIGS = [
@@ -65,6 +65,30 @@ def check_precision(ctx, tp, seed):
                 added = layer.weight.main_grad - 2048
                 assert torch.equal(added, torch.full_like(added, tokens * 2**-10)), (name, kind, sequence_parallel)
                 assert layer.weight.grad is None and layer.bias.grad is not None and x.grad is not None
+
+
+def check_clipping(ctx, tp, mode, seed):
+    """By the norm of all gradients, wherever they are; ``grad`` beside a main_grad is zeros for hooks."""
+    block = Block(ctx, tp, mode, seed)
+    for config in CONFIGS:
+        plain, model = make_model(block, config), make_model(block, replace(config, accumulate_main_grad=True))
+        main_grads = with_main_grads(model, in_mesh=mode == "mesh")
+        if mode == "mesh":  # plain local tensors serve as well
+            model.embedding.weight.main_grad = main_grads["embedding.weight"]
+        for layer in (each.attention.out for each in model.blocks):
+            layer.weight.grad_added_to_main_grad = False
+        ids = draw_ids(block, config, 6)
+        plain.loss(ids, ids.roll(1, 1)).backward()
+        model.loss(ids, ids.roll(1, 1)).backward()
+        expected = clip_grad_norm_(plain.parameters(), 0.01)
+        torch.testing.assert_close(clip_grad_norm_(model.parameters(), 0.01), expected, rtol=1e-4, atol=0)
+        assert expected > 0.02
+        found = gradients(model)
+        announced = found.keys() & main_grads.keys()
+        assert announced
+        for name in announced:
+            assert not found[name].any()
+        assert_near(found | main_grads, gradients(plain), str(config))
 
 
 def check_operations(ctx, tp, seed):
@@ -152,6 +176,12 @@ def test_models(workers, tp, mode, seed):
 @two_ranks
 def test_sums_are_in_float32(workers, tp, seed):
     workers.run(check_precision, tp, seed)
+
+
+@pytest.mark.parametrize("mode", ["group", "mesh"])
+@two_ranks
+def test_clipping(workers, tp, mode, seed):
+    workers.run(check_clipping, tp, mode, seed)
 
 
 @two_ranks

@@ -51,7 +51,8 @@ class KVCache:
     """Keys and values of this rank's kv heads, for ``model(ids, cache=cache)``.
 
     Args:
-        model: a causal `ParallelTransformer`; the cache gets its device.
+        model: a causal `ParallelTransformer`; the cache gets its device. Calls of another model are refused where its
+            config or number of ranks is another; one of the same config would read what this one has cached.
         batch: how many sequences.
         max_tokens: room for so many tokens of each, at most the model's `max_positions`.
         padding: int64 ``[batch]``: how many of each sequence's first tokens are padding, which nothing attends to and

@@ -38,6 +38,7 @@ class ColumnParallelLinear(LinearParameters):
         accumulate_main_grad: where the weight has an attribute `main_grad`, a contiguous float32 tensor of its (local)
             shape, backward adds the weight's gradient to that, in float32, and ``weight.grad`` stays None. This is
             Megatron-LM's convention: where it has set `grad_added_to_main_grad`, that becomes True, and `grad` zeros.
+            `clip_grad_norm_` counts and scales it; `copy.deepcopy` leaves it behind, as all attributes of parameters.
         group, mesh: a ProcessGroup (plain parameters; None: the default group, or one process) or a one-dimensional
             DeviceMesh (DTensor parameters).
 

@@ -188,7 +188,8 @@ class ParallelTransformer(nn.Module):
 
     Raises:
         ValueError: sizes that cannot be split over the ranks, more tokens than `max_positions`, ids outside the
-        vocabulary; a cache that is full, or made for another model or batch, or used with gradients or a mask.
+        vocabulary; a cache that is full, or made for another config, number of ranks or batch, or used with
+        gradients or a mask.
     """
 
     generate = generation.generate

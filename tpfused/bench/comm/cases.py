@@ -69,7 +69,7 @@ def parse_sizes(text: str) -> list[int]:
         found = re.fullmatch(r"\s*(\d+)\s*([KMG]?)(iB|B)?\s*", part, re.IGNORECASE)
         size = int(found[1]) * UNITS[found[2].upper()] if found else 0
         if not 1 <= size <= 2**36:
-            raise UserError(f"--sizes {text}: {part.strip()!r} is no size such as 64K, 16M or 1G, of 64 GiB at most")
+            raise UserError(f"--sizes {text!r}: {part.strip()!r} is no size such as 64K, 16M or 1G, of 64 GiB at most")
         sizes.add(size)
     return sorted(sizes)
 

@@ -37,13 +37,12 @@ def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where a collective was wrong."""
     worker = torchrun_worker(emit=lambda name, payload: None)
     device, found = find_device(options["cpu"])
-    sizes = parse_sizes(options["sizes"]) if options["sizes"] else SIZES
-    if device == "cpu" and not options["sizes"] and not options["list"]:
+    given = options["sizes"] is not None
+    sizes = parse_sizes(options["sizes"]) if given else SIZES
+    if device == "cpu" and not given and not options["list"]:
         sizes = [size for size in sizes if size <= CPU_MOST]
     # Sizes that are given are all wanted: --quick then only means fewer rounds.
-    chosen = select(
-        OPERATIONS, partial(cases, sizes=sizes), options | {"quick": options["quick"] and not options["sizes"]}
-    )
+    chosen = select(OPERATIONS, partial(cases, sizes=sizes), options | {"quick": options["quick"] and not given})
     if options["list"]:
         for case in chosen:
             print(f"{case.label}{'  (quick)' * case.quick}")
