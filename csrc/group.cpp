@@ -131,17 +131,14 @@ void Group::give_up(const std::string& operation, double seconds) {
 }
 
 void Group::abort_nccl() {
-  // NCCL ends its kernels at once, but returns only when no CUDA graph that holds one is left.
-  std::thread aborting([comm = nccl, device = device] {
+  auto abort = [comm = nccl, device = device] {
     cudaSetDevice(device);
     ncclCommAbort(comm);
-  });
+  };
   nccl = nullptr;
-  if (captured_) {
-    aborting.detach();
-  } else {
-    aborting.join();
-  }
+  // NCCL ends its kernels at once, but returns only when no CUDA graph that holds one is left.
+  if (captured_) return std::thread(abort).detach();
+  abort();
 }
 
 Group::~Group() {

@@ -21,7 +21,7 @@ from tpfused.reference import activate
 
 # Tokens, batch, in and out features. Uneven ones; 2 and 1 tokens, and 3 features on four ranks, leave some with none.
 # Of 32 features each rank has a multiple of 8, which the matmul itself can give a GELU.
-CPU_SIZES = [(8, 2, 6, 8), (5, 1, 7, 10), (2, 3, 5, 3), (1, 1, 4, 1), (3, 2, 4, 32)]
+CPU_SIZES = [(8, 2, 6, 8), (5, 1, 7, 10), (2, 3, 5, 1), (1, 1, 4, 5), (3, 2, 4, 32)]
 GPU_SIZES = [(512, 1, 256, 512), (300, 2, 264, 1000), (7, 3, 130, 66), (1, 1, 64, 3), (2048, 1, 1024, 2048)]
 
 SHAPE, K, N = (7, 5), 6, 10  # x is [7, 5, 6]: either of its first dimensions may be the tokens

@@ -121,6 +121,21 @@ def write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list) -> No
         write_csv(options["csv"], rows)
 
 
+def conclude(
+    console, options: Mapping[str, Any], meta: dict[str, Any], rows: list, code: int, is_bad: Callable[[Row], bool],
+    draw: Callable[[], list[str]],
+) -> int:  # fmt: skip
+    """The files, the report and, by `draw`, the plots of a run that ended with `code`; returns the exit code."""
+    meta["complete"] = code == 0
+    write(options, meta, rows)
+    bad = list(filter(is_bad, rows))
+    report(console, options, rows, bad)
+    if options["plot"] and rows:
+        for path in draw():
+            console.say(f"wrote {path}")
+    return code or int(bool(bad))
+
+
 def report(console, options: Mapping[str, Any], rows: Sequence[Row], bad: Sequence[Row]) -> None:
     """The tables, and what is wrong or was written."""
     for name in dict.fromkeys(row["op"] for row in rows):

@@ -258,10 +258,10 @@ def _can_be_built(built: dict) -> bool:
 
 
 def _kernels(gpus: list[dict]) -> str:
+    if find_spec("triton") is None:
+        return "none: the layers cannot be imported without Triton"
     if not gpus:
         return "plain path: Triton's kernels need a GPU"
-    if find_spec("triton") is None:
-        return "plain path: Triton is not installed"
     old = any(int(gpu["capability"].split(".")[0]) < 8 for gpu in gpus)
     return "plain path on GPUs older than Ampere, else Triton kernels" if old else "Triton kernels"
 

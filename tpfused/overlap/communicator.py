@@ -34,7 +34,7 @@ class Communicator:
     def __init__(self, module, handle: int, group: TPGroup, device: torch.device):
         self.module, self.handle = module, handle
         self.rank, self.size = group.rank, group.size
-        self._process_group = group.process_group
+        self.process_group = group.process_group
         self._device = device
         self._slot_bytes = 0
         self._deterministic = self._has_nccl = False
@@ -59,13 +59,13 @@ class Communicator:
             raise RuntimeError(
                 "a CUDA graph can't be captured of NCCL's first operation: run it once before the capture"
             )
-        ids = exchange(self.module.nccl_unique_id() if self.rank == 0 else None, self._process_group)
+        ids = exchange(self.module.nccl_unique_id() if self.rank == 0 else None, self.process_group)
         problem = ""
         try:
             self.module.group_connect_nccl(self.handle, ids[0], NCCL_PROCESSORS)
         except RuntimeError as error:
             problem = str(error)
-        for rank, told in enumerate(exchange(problem, self._process_group)):
+        for rank, told in enumerate(exchange(problem, self.process_group)):
             if told:
                 raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
         self._has_nccl = True
@@ -107,21 +107,21 @@ class Communicator:
 
     def _on_one_host(self) -> bool:
         boot = Path("/proc/sys/kernel/random/boot_id")
-        return len(set(exchange(boot.read_text() if boot.exists() else None, self._process_group))) == 1
+        return len(set(exchange(boot.read_text() if boot.exists() else None, self.process_group))) == 1
 
     def _grow(self, slot_bytes: int) -> bool:
         """Whether all ranks got new memory and reached that of all others."""
         self._slot_bytes = 0
         torch.cuda.synchronize(self._device)
-        exchange(None, self._process_group)  # nobody writes to the old memory any more
+        exchange(None, self.process_group)  # nobody writes to the old memory any more
         self.module.group_disconnect(self.handle)
-        exchange(None, self._process_group)  # and nobody has it open
+        exchange(None, self.process_group)  # and nobody has it open
         mine = self._try(lambda: self.module.group_allocate(self.handle, slot_bytes))
-        handles = exchange(mine, self._process_group)
+        handles = exchange(mine, self.process_group)
         connected = False
         if None not in handles:
             connected = self._try(lambda: self.module.group_connect(self.handle, handles) is None)
-        if not all(exchange(bool(connected), self._process_group)):
+        if not all(exchange(bool(connected), self.process_group)):
             return False
         self._slot_bytes = slot_bytes
         return True
@@ -148,11 +148,7 @@ def all_made() -> list[tuple[torch.device, Communicator]]:
 
 def peer_bytes(process_group: dist.ProcessGroup | None = None) -> int:
     """Of this rank's memory that its peers write, in one group or in all. It is not of torch's allocator."""
-    return sum(
-        made.peer_bytes
-        for (group, _), made in _communicators.items()
-        if made is not None and exists(group) and process_group in (None, group)
-    )
+    return sum(made.peer_bytes for _, made in all_made() if process_group in (None, made.process_group))
 
 
 def set_timeout(seconds: float) -> None:

@@ -14,8 +14,8 @@ from tpfused.bench.comm.worker import run
 from tpfused.bench.console import make_console
 from tpfused.bench.options import (
     check_options,
+    conclude,
     describe_run,
-    report,
     rounds_and_seed,
     run_on_ranks,
     select,
@@ -153,17 +153,15 @@ def _measure(argument: dict[str, Any], ranks: Grid, worker: Worker | None, optio
                 meta["rates"] = Rates(**payload, fits=tuple(fits)).as_dict()
 
         code = run_on_ranks("bench comm", run, argument, worker, ranks.world, on_event)
-    meta["complete"] = code == 0
-    write(options, meta, rows)
-    bad = list(filter(is_bad, rows))
-    report(console, options, rows, bad)
+
+    def draw() -> list[str]:
+        from tpfused.bench.comm.plot import plot  # which needs matplotlib
+
+        return plot(meta, rows, fits, options["plot"])
+
+    code = conclude(console, options, meta, rows, code, is_bad, draw)
     if fits:
         console.say("\ntime = latency + size / bandwidth, fitted:")
     for each in fits:
         console.say(f"  {tell(each)}")
-    if options["plot"] and rows:
-        from tpfused.bench.comm.plot import plot
-
-        for path in plot(meta, rows, fits, options["plot"]):
-            console.say(f"wrote {path}")
-    return code or int(bool(bad))
+    return code

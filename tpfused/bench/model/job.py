@@ -14,8 +14,8 @@ from tpfused.bench.model.programs import PEERS
 from tpfused.bench.model.worker import Plan, run
 from tpfused.bench.options import (
     check_options,
+    conclude,
     describe_run,
-    report,
     rounds_and_seed,
     run_on_ranks,
     select,
@@ -127,13 +127,10 @@ def _measure(plan: Plan, worker: Worker | None, world: int, options: Mapping[str
                 write(options, meta, rows)
 
         code = run_on_ranks("bench model", run, plan, worker, world, on_event)
-    meta["complete"] = code == 0
-    write(options, meta, rows)
-    bad = list(filter(is_bad, rows))
-    report(console, options, rows, bad)
-    if options["plot"] and rows:
-        from tpfused.bench.model.plot import plot
 
-        for path in plot(meta, rows, options["plot"]):
-            console.say(f"wrote {path}")
-    return code or int(bool(bad))
+    def draw() -> list[str]:
+        from tpfused.bench.model.plot import plot  # which needs matplotlib
+
+        return plot(meta, rows, options["plot"])
+
+    return conclude(console, options, meta, rows, code, is_bad, draw)

@@ -10,8 +10,8 @@ import torch
 from tpfused.bench.console import make_console
 from tpfused.bench.options import (
     check_options,
+    conclude,
     describe_run,
-    report,
     rounds_and_seed,
     run_on_ranks,
     select,
@@ -77,13 +77,10 @@ def _measure(argument: dict[str, Any], worker: Worker | None, world: int, option
                 write(options, meta, rows)
 
         code = run_on_ranks("bench overlap", run, argument, worker, world, on_event)
-    meta["complete"] = code == 0
-    write(options, meta, rows)
-    bad = list(filter(is_bad, rows))
-    report(console, options, rows, bad)
-    if options["plot"] and rows:
-        from tpfused.bench.overlap.plot import plot
 
-        for path in plot(meta, rows, options["plot"]):
-            console.say(f"wrote {path}")
-    return code or int(bool(bad))
+    def draw() -> list[str]:
+        from tpfused.bench.overlap.plot import plot  # which needs matplotlib
+
+        return plot(meta, rows, options["plot"])
+
+    return conclude(console, options, meta, rows, code, is_bad, draw)
