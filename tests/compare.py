@@ -254,19 +254,22 @@ def assert_within_rule(
     part: Callable[[Tensor], Tensor],
     what: str = "",
     chain: bool = False,
+    terms: Tensor | None = None,
 ) -> None:
     """The project's tolerance: at most twice the error of eager torch in the same dtype, and two roundings.
 
     For the tensor and for each of its rows. `expected` is the whole float64 result, `eager` the whole dense one in the
     dtype of `actual`, which is its `part`. Where roundings pass through a `chain` of operations, luck decides who is
-    nearer, most of all in rows whose values cancel: tenfold then, and for the tensor only.
+    nearer, most of all in rows whose values cancel: tenfold then, and for the tensor only. `terms`, broadcast to the
+    whole, are the sizes of what is added up last where that can cancel: theirs are the roundings that remain.
     """
     assert actual.dtype == eager.dtype, f"{what}: {actual.dtype}, not {eager.dtype}"
     assert actual.shape == part(expected).shape, f"{what}: shape {tuple(actual.shape)}, not {tuple(expected.shape)}"
     if not actual.numel():
         return
     error, allowed = (actual.double() - part(expected)).abs(), 2 * (eager.double() - expected).abs()
-    rounding = 2 * torch.finfo(actual.dtype).eps * expected.abs()
+    sizes = expected.abs() if terms is None else terms.abs().double().expand_as(expected)
+    rounding = 2 * torch.finfo(actual.dtype).eps * sizes
     excess = error.max() - (allowed.max() + rounding.max()) * (10 if chain else 1)
     assert excess <= 0, f"{what}: the error exceeds the rule by {excess}"
     if actual.ndim > 1 and not chain:
