@@ -55,8 +55,6 @@ def _kernel(
     frequency = tl.exp2(exponent * tl.full((BLOCK,), -LOG2_THETA, tl.float64)).to(COMPUTE)
     column = column[None, :]
     q_head, kv_head = tl.arange(0, Q_BLOCK)[:, None], tl.arange(0, KV_BLOCK)[:, None]
-    q_mask = (q_head < KV_HEADS * QUERIES) & (column < HALF)
-    kv_mask = (kv_head < KV_HEADS) & (column < HALF)
     # In the packed row, each key-value head has its queries, its key and its value side by side.
     q_packed = (q_head // QUERIES * (QUERIES + 2) + q_head % QUERIES) * (2 * HALF) + column
     k_packed = (kv_head * (QUERIES + 2) + QUERIES) * (2 * HALF) + column
@@ -64,6 +62,9 @@ def _kernel(
     for step in range(ROWS):
         row = tl.program_id(0).to(tl.int64) * ROWS + step
         inside = row < rows
+        # None behind the last row. Triton 3.9's interpreter does not take a mask that is joined with a scalar.
+        here = tl.where(inside, KV_HEADS, 0)
+        q_mask, kv_mask = (q_head < here * QUERIES) & (column < HALF), (kv_head < here) & (column < HALF)
         token = row // inner if TOKENS_FIRST else row % inner
         position = token
         if POSITIONS:
@@ -75,13 +76,13 @@ def _kernel(
         q = q_ptr + row * (KV_HEADS * QUERIES * 2 * HALF) + q_at
         k, v = (k_ptr + row * (KV_HEADS * 2 * HALF) + kv_at), (v_ptr + row * (KV_HEADS * 2 * HALF) + kv_at)
         if BACKWARD:
-            _copy(q, packed + q_packed, q_mask & inside, cos, -sin, HALF, True, COMPUTE)
-            _copy(k, packed + k_packed, kv_mask & inside, cos, -sin, HALF, True, COMPUTE)
-            _copy(v, packed + k_packed + 2 * HALF, kv_mask & inside, cos, sin, HALF, False, COMPUTE)
+            _copy(q, packed + q_packed, q_mask, cos, -sin, HALF, True, COMPUTE)
+            _copy(k, packed + k_packed, kv_mask, cos, -sin, HALF, True, COMPUTE)
+            _copy(v, packed + k_packed + 2 * HALF, kv_mask, cos, sin, HALF, False, COMPUTE)
         else:
-            _copy(packed + q_packed, q, q_mask & inside, cos, sin, HALF, True, COMPUTE)
-            _copy(packed + k_packed, k, kv_mask & inside, cos, sin, HALF, True, COMPUTE)
-            _copy(packed + k_packed + 2 * HALF, v, kv_mask & inside, cos, sin, HALF, False, COMPUTE)
+            _copy(packed + q_packed, q, q_mask, cos, sin, HALF, True, COMPUTE)
+            _copy(packed + k_packed, k, kv_mask, cos, sin, HALF, True, COMPUTE)
+            _copy(packed + k_packed + 2 * HALF, v, kv_mask, cos, sin, HALF, False, COMPUTE)
 
 
 def rotary_qkv(
