@@ -14,6 +14,7 @@ from torch import Tensor, nn
 import tpfused
 from tpfused.checking.rule import Results, Verdict, judge
 from tpfused.collectives import own_slice
+from tpfused.compat.megatron.softmax import AttnMaskType, FusedScaleMaskSoftmax
 from tpfused.group import TPGroup
 from tpfused.overlap.tiers import tier
 from tpfused.placement import local, own_part, splits
@@ -42,6 +43,7 @@ class Layer:
     build: Callable[..., nn.Module]
     features: int = HIDDEN  # of its input
     splits_tokens: bool = False
+    scatters: bool = False  # its output is split by the token dimension
     ids: bool = False  # its input is token ids
     in_shard: bool = False  # its input is this rank's features
     out_shard: bool = False
@@ -59,11 +61,28 @@ class _Loss(nn.Module):
         return tpfused.vocab_parallel_cross_entropy(logits, self.labels, group=self.group, **options)
 
 
-def _transformer(**place) -> nn.Module:
-    config = tpfused.TransformerConfig(
-        vocab_size=VOCABULARY, hidden_size=HIDDEN, num_layers=2, num_heads=HEADS, ffn_size=FFN, max_positions=TOKENS
-    )
-    return tpfused.ParallelTransformer(config, **place)
+class _Softmax(FusedScaleMaskSoftmax):
+    """Of one head's scores ``[queries, batch, keys]``: the only kernel that no layer of this package runs."""
+
+    def __init__(self, *, group, device, dtype):
+        super().__init__(False, False, AttnMaskType.causal, True, None, True, scale=0.5)
+
+    def forward(self, scores: Tensor) -> Tensor:
+        return super().forward(scores.transpose(0, 1)[:, None], None)[:, 0].transpose(0, 1)
+
+
+def _transformer(kind: type[nn.Module], place: dict, **style) -> nn.Module:
+    sizes = {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": HEADS, "ffn_size": FFN, "max_positions": TOKENS}
+    return kind(tpfused.TransformerConfig(vocab_size=VOCABULARY, **sizes, **style), **place)
+
+
+def _gpt(kind: type[nn.Module], **place) -> nn.Module:
+    return _transformer(kind, place)
+
+
+def _llama(kind: type[nn.Module], **place) -> nn.Module:
+    style = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False}
+    return _transformer(kind, place, num_kv_heads=4, sequence_parallel=True, **style)
 
 
 LAYERS = {
@@ -73,6 +92,9 @@ LAYERS = {
     "ColumnParallelLinear gather_output": Layer(partial(tpfused.ColumnParallelLinear, HIDDEN, FFN, gather_output=True)),
     "RowParallelLinear": Layer(partial(tpfused.RowParallelLinear, HIDDEN, FFN), in_shard=True),
     "VocabParallelEmbedding": Layer(partial(tpfused.VocabParallelEmbedding, VOCABULARY, HIDDEN), ids=True),
+    "VocabParallelEmbedding sequence_parallel": Layer(
+        partial(tpfused.VocabParallelEmbedding, VOCABULARY, HIDDEN, sequence_parallel=True), ids=True, scatters=True
+    ),
     "ParallelMLP": Layer(partial(tpfused.ParallelMLP, HIDDEN, FFN)),
     "ParallelMLP sequence_parallel": Layer(
         partial(tpfused.ParallelMLP, HIDDEN, FFN, sequence_parallel=True), splits_tokens=True
@@ -88,7 +110,15 @@ LAYERS = {
         has_heads=True,
     ),
     "vocab_parallel_cross_entropy": Layer(_Loss, features=VOCABULARY, in_shard=True),
-    "ParallelTransformer": Layer(_transformer, ids=True, out_shard=True, has_heads=True),
+    "FusedScaleMaskSoftmax": Layer(_Softmax, features=TOKENS),
+    "ParallelTransformerBlock": Layer(partial(_gpt, tpfused.ParallelTransformerBlock), has_heads=True),
+    "ParallelTransformerBlock Llama, sequence_parallel": Layer(
+        partial(_llama, tpfused.ParallelTransformerBlock), splits_tokens=True, has_heads=True
+    ),
+    "ParallelTransformer": Layer(partial(_gpt, tpfused.ParallelTransformer), ids=True, out_shard=True, has_heads=True),
+    "ParallelTransformer Llama, sequence_parallel": Layer(
+        partial(_llama, tpfused.ParallelTransformer), ids=True, out_shard=True, has_heads=True
+    ),
 }
 
 
@@ -124,7 +154,7 @@ def cases(degrees: tuple[int, ...], tiers: tuple[str, ...], on_gpu: bool) -> lis
         Case("layer", name, tp, dtype)
         for tp in degrees
         for name, layer in LAYERS.items()
-        for dtype in dtypes[:1] + dtypes[2:]
+        for dtype in dtypes
         if not (layer.has_heads and HEADS % tp)
     ]
     return found
@@ -181,7 +211,10 @@ def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype)
     else:
         x = torch.randn(*shape, layer.features, device=device, dtype=dtype)
     token_dim = 0 if layer.splits_tokens else None
-    dims = {"x": -1 if layer.in_shard else token_dim, "result": -1 if layer.out_shard else token_dim}
+    dims = {
+        "x": -1 if layer.in_shard else token_dim,
+        "result": -1 if layer.out_shard else 0 if layer.scatters else token_dim,
+    }
     grad = None
 
     def results(model: nn.Module, x: Tensor, own: bool) -> Results:

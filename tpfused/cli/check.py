@@ -20,7 +20,8 @@ examples:
 
 A line's number is the largest error of any output or gradient on any rank, as a
 share of what is allowed: twice plain PyTorch's own error in the same dtype and
-two roundings, tenfold for the chain of operations that each case is.
+two roundings (in float64 a hundred, for there is nothing more exact), tenfold
+for the chain of operations that each case is.
 
 Exit codes: 0 all right; 1 something was wrong or a worker failed; 2 something
 in the command line is wrong; 130 interrupted.

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import nullcontext
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpfused import checks, reference
@@ -16,7 +15,7 @@ from tpfused.kernels.rotary import rotary_qkv
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
-from tpfused.layers.sdpa import cudnn_first
+from tpfused.layers.sdpa import attend, cudnn_first
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
@@ -175,7 +174,7 @@ class ParallelAttention(nn.Module):
     def _heads(self, qkv: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """-> q ``[batch, own heads, tokens, d]``, k and v ``[batch, own kv heads, tokens, d]``, positions applied."""
         split = reference.rotary_qkv
-        if self.rope_theta is not None and runs_kernels(qkv, self.out.backend):
+        if self.rope_theta is not None and runs_kernels(qkv, self.out.backend, "rotary positions"):
             split = rotary_qkv
         queries = self.num_heads // self.group.size // self.own_kv_heads
         positions = None if cache is None else cache.positions
@@ -236,16 +235,14 @@ def scaled_dot_product_attention(
         k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     if mask is None:
         with cudnn_first(q, k):
-            return F.scaled_dot_product_attention(
-                q, k, v, dropout_p=dropout, is_causal=causal, enable_gqa=queries > 1 and shares
-            )
+            return attend(q, k, v, None, dropout, causal, shares=queries > 1 and shares)
     if mask.dtype != torch.bool:
         mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
     if causal:
         future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
         mask = mask & ~future if mask.dtype == torch.bool else mask.masked_fill(future, -torch.inf)
     if no_empty_rows:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+        return attend(q, k, v, mask, dropout, causal=False, shares=False)
     # Back ends differ on rows with nothing to attend to (zeros, the mean of v, NaN): let them attend to all, and drop
     # them.
     if mask.dtype == torch.bool:
@@ -254,7 +251,7 @@ def scaled_dot_product_attention(
     else:
         dead = (mask == -torch.inf).all(-1, keepdim=True)
         mask = mask.masked_fill(dead, 0)
-    out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
+    out = attend(q, k, v, mask, dropout, causal=False, shares=False)
     return out.masked_fill(dead, 0)
 
 

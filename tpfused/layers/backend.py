@@ -5,17 +5,30 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpfused.kernels.launch import capability, is_floating
+from tpfused.overlap.explain import KERNEL, PLAIN, tell
 from tpfused.overlap.tiers import wanted
 
 
-def runs_kernels(x: Tensor, backend: str | None = None) -> bool:
+def runs_kernels(x: Tensor, backend: str | None = None, what: str | None = None) -> bool:
     """Whether a layer of this `backend` runs Triton's kernels on `x`: on CUDA from Ampere on, unless the plain path is
     asked for, by the layer's argument or by ``tier("reference")``. Triton's interpreter is for tests of the kernels.
+
+    `what` is computed, for `explain`.
     """
-    return (
-        backend is None
-        and wanted[-1] != "reference"
-        and x.is_cuda
-        and capability(x.device) >= (8, 0)
-        and is_floating(x)
-    )
+    why = why_plain(x, backend)
+    if what is not None:
+        tell(what, x, PLAIN if why else KERNEL, why)
+    return not why
+
+
+def why_plain(x: Tensor, backend: str | None) -> str:
+    """Empty: nothing speaks against the kernels."""
+    if backend is not None:
+        return f"backend={backend!r}"
+    if wanted[-1] == "reference":
+        return "forced by the tier"
+    if not x.is_cuda:
+        return f"the tensors are on the {x.device.type.upper()}"
+    if capability(x.device) < (8, 0):
+        return "the GPU is older than Ampere"
+    return "" if is_floating(x) else f"no kernel for {str(x.dtype).removeprefix('torch.')}"

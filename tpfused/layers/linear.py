@@ -9,8 +9,10 @@ from torch import Tensor
 from tpfused import checks, reference
 from tpfused.collectives import gather_from_group, scatter_to_group
 from tpfused.group import TPGroup
+from tpfused.layers.backend import why_plain
 from tpfused.main_grad import into_main_grad
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
+from tpfused.overlap.explain import PLAIN, tell
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
@@ -145,6 +147,7 @@ def column_forward(
     elif total_len is not None:
         raise ValueError(f"{layer}: total_len {total_len} is only for sequence_parallel=True")
     if backend == "reference":
+        tell("column-parallel linear", x, PLAIN, why_plain(x, backend))
         return reference.column_parallel_linear(
             x,
             into_main_grad(weight, main_grad),
@@ -258,6 +261,7 @@ class RowParallelLinear(LinearParameters):
         bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         added = None if self.skip_bias_add else bias
         if self.backend == "reference":
+            tell("row-parallel linear", x, PLAIN, why_plain(x, self.backend))
             out = reference.row_parallel_linear(
                 x,
                 into_main_grad(weight, main_grad),

@@ -10,7 +10,9 @@ from tpfused.autograd import once_differentiable
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
 from tpfused.kernels import cross_entropy as kernels
+from tpfused.layers.backend import why_plain
 from tpfused.layers.ids import IdCheck
+from tpfused.overlap.explain import KERNEL, PLAIN, tell
 from tpfused.overlap.tiers import wanted
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 
@@ -68,7 +70,9 @@ def vocab_parallel_cross_entropy(
         raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
     check_labels(target, vocab_size, check, ignore_index)
-    if backend is None and wanted[-1] != "reference" and kernels.supports(logits):
+    fused = backend is None and wanted[-1] != "reference" and kernels.supports(logits)
+    tell("cross entropy", logits, KERNEL if fused else PLAIN, "" if fused else why_plain(logits, backend))
+    if fused:
         numbers = vocab_size, ignore_index, float(label_smoothing), float(z_loss)
         overwrite = overwrite_logits and not torch.compiler.is_compiling()
         loss = _VocabParallelCrossEntropy.apply(logits, target, group, overwrite, *numbers)

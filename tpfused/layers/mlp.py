@@ -125,5 +125,5 @@ class ParallelGatedMLP(nn.Module):
     def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
         gate_up = self.gate_up(x, total_len=total_len)
-        gate = gated_act if runs_kernels(gate_up, self.down.backend) else reference.gated_act
+        gate = gated_act if runs_kernels(gate_up, self.down.backend, "gated activation") else reference.gated_act
         return self.down(gate(gate_up, activation=self.activation))

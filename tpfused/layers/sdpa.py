@@ -9,8 +9,11 @@ from __future__ import annotations
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tpfused.overlap.explain import MOST_TOLD, tell
 
 ORDER = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 LEAST_TOKENS = 512  # not measured: below, the host's time should decide
@@ -28,6 +31,35 @@ def cudnn_first(q: Tensor, k: Tensor) -> AbstractContextManager:
     if not q.is_cuda or q.dtype.itemsize != 2 or tokens != k.shape[2] or tokens < LEAST_TOKENS:
         return nullcontext()
     return sdpa_kernel(_enabled(), set_priority=True) if torch.compiler.is_compiling() else _CUDNN_FIRST
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, shares: bool) -> Tensor:
+    """torch's `scaled_dot_product_attention`; `explain` is told which back end that takes. `shares`: `enable_gqa`."""
+    if type(q) is Tensor and not torch.compiler.is_compiling():
+        kind = (
+            q.dtype, q.device, q.requires_grad, q.shape[1], k.shape[1], q.shape[3],
+            q.shape[2].bit_length(), k.shape[2].bit_length(), mask is None, dropout > 0, causal,
+        )  # fmt: skip
+        if kind not in _told and len(_told) < MOST_TOLD:
+            _told.add(kind)
+            chosen = torch._fused_sdp_choice(
+                q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=shares
+            )
+            by = SDPBackend(chosen).name.lower().removesuffix("_attention") + " (torch)"
+            tell("attention", q, by, _described(q, k, mask, dropout, causal))
+    return F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=causal, enable_gqa=shares
+    )
+
+
+_told: set[tuple] = set()
+
+
+def _described(q: Tensor, k: Tensor, mask: Tensor | None, dropout: float, causal: bool) -> str:
+    heads = f"{q.shape[1]} heads" if q.shape[1] == k.shape[1] else f"{q.shape[1]} heads, {k.shape[1]} of keys"
+    options = {"causal": causal, "mask": mask is not None, "dropout": dropout > 0}
+    sizes = f"{heads} of {q.shape[3]}, {q.shape[2]:,} tokens on {k.shape[2]:,}"
+    return ", ".join([sizes, *(name for name, is_on in options.items() if is_on)])
 
 
 class _CudnnFirst:

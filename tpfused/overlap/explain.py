@@ -1,9 +1,15 @@
-"""`explain()`: which tier the overlapped operations of this process run by, and why."""
+"""`explain()`: what the overlapped operations and the layers of this process run by, and why."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+KERNEL, PLAIN = "kernel", "plain PyTorch"
+MOST_TOLD = 1024
 
 
 @dataclass(frozen=True)
@@ -53,23 +59,53 @@ class GroupMemory:
         return f"{self.ranks} ranks on {self.device}: {peers} that peers write, {workspaces} of workspaces"
 
 
-class Explanation(tuple[Choice, ...]):
-    """Choices, in the order in which they were made; as text, a table of them.
+@dataclass(frozen=True)
+class Computation:
+    """What a layer computes with besides the overlapped operations.
 
     Attributes:
+        what: is computed: "embedding", "attention", ...
+        dtype, device: such as "bfloat16" and "cuda".
+        runs_by: "kernel" of this package, "plain PyTorch", or the name of torch's back end of attention.
+        why: it is the plain path; of attention, the shape that the back end was asked for.
+    """
+
+    what: str
+    dtype: str
+    device: str
+    runs_by: str
+    why: str
+
+
+class Explanation(tuple[Choice, ...]):
+    """Choices, in the order in which they were made; as text, tables of these and of what layers compute with.
+
+    Attributes:
+        computations: a `Computation` of each kind that layers have run, but for compiled code.
         memory: a `GroupMemory` of each group and GPU.
     """
 
+    computations: tuple[Computation, ...]
     memory: tuple[GroupMemory, ...]
 
-    def __new__(cls, choices: Iterable[Choice] = (), memory: Iterable[GroupMemory] = ()):
+    def __new__(
+        cls,
+        choices: Iterable[Choice] = (),
+        memory: Iterable[GroupMemory] = (),
+        computations: Iterable[Computation] = (),
+    ):
         made = super().__new__(cls, choices)
-        made.memory = tuple(memory)
+        made.memory, made.computations = tuple(memory), tuple(computations)
         return made
 
     def __repr__(self) -> str:
-        if not self:
-            return "no overlapped operation has run in this process"
+        parts = [self._choices() if self else "no overlapped operation has run in this process"]
+        if self.computations:
+            rows = [(told.what, told.dtype, told.device, told.runs_by, told.why) for told in self.computations]
+            parts.append(_table([("layers compute", "dtype", "on", "by", "why"), *rows]))
+        return "\n\n".join(["\n".join([parts[0], *map(str, self.memory)]), *parts[1:]])
+
+    def _choices(self) -> str:
         timed = [name for name in ("p2p", "nccl", "reference") if any(name in choice.us for choice in self)]
         times = [f"{name} us" for name in timed]
         table = [("operation", "rows", "in", "out", "dtype", "ranks", *times, "runs by", "why")]
@@ -78,21 +114,39 @@ class Explanation(tuple[Choice, ...]):
             shape = ["?" if size is None else f"{size:,}" for size in sizes]
             times = [f"{choice.us[name]:,.1f}" if name in choice.us else "" for name in timed]
             table.append((choice.operation, *shape, choice.dtype, str(choice.ranks), *times, choice.tier, choice.why))
-        widths = [max(map(len, column)) for column in zip(*table, strict=True)]
-        numbers = {1, 2, 3, *range(5, 6 + len(timed))}
+        return _table(table, right={1, 2, 3, *range(5, 6 + len(timed))})
 
-        def line(row: tuple[str, ...]) -> str:
-            cells = enumerate(zip(row, widths, strict=True))
-            return "  ".join(text.rjust(width) if i in numbers else text.ljust(width) for i, (text, width) in cells)
 
-        return "\n".join([*(line(row).rstrip() for row in table), *map(str, self.memory)])
+def _table(rows: list[tuple[str, ...]], right: Collection[int] = ()) -> str:
+    """Columns side by side, those of the indices `right` set to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+    def line(row: tuple[str, ...]) -> str:
+        cells = enumerate(zip(row, widths, strict=True))
+        return "  ".join(text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in cells)
+
+    return "\n".join(line(row).rstrip() for row in rows)
+
+
+_told: dict[tuple, Computation] = {}
+
+
+def tell(what: str, x: Tensor, runs_by: str, why: str) -> None:
+    """Note for `explain` what a layer computes with, on a tensor like `x`. Looking again at what is known costs a
+    microsecond; compiled code, which does not come here when it runs, tells nothing."""
+    if torch.compiler.is_compiling():
+        return
+    key = what, x.dtype, x.device.type, runs_by, why
+    if key not in _told and len(_told) < MOST_TOLD:
+        _told[key] = Computation(what, str(x.dtype).removeprefix("torch."), x.device.type, runs_by, why)
 
 
 def explain() -> Explanation:
-    """Which tier each overlapped operation of this process runs by, for each shape and group, and why.
+    """Which tier each overlapped operation of this process runs by, for each shape and group, and why; and what else
+    the layers compute with: kernels, torch's back ends of attention, or plain PyTorch.
 
-    ``print(explain())`` shows a table, and what memory is kept; iterating gives the `Choice` of each line. Looking
-    costs the operations nothing, and is no collective.
+    ``print(explain())`` shows tables, and what memory is kept; iterating gives the `Choice` of each line of the first.
+    Looking costs the operations nothing, and is no collective.
     """
     from tpfused.overlap import calls, choice, communicator  # which need the above
 
@@ -101,4 +155,4 @@ def explain() -> Explanation:
         GroupMemory(str(device), made.size, made.peer_bytes, workspaces.get(device, 0))
         for device, made in communicator.all_made()
     ]
-    return Explanation(choice.made(), memory)
+    return Explanation(choice.made(), memory, _told.values())

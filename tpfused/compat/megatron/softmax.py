@@ -102,7 +102,7 @@ class FusedScaleMaskSoftmax(nn.Module):
             raise TypeError(f"the mask must be boolean, True is masked out, not {mask.dtype}")
         seen = None if mask is None else ~mask
         scale = 1.0 if self.scale is None else self.scale
-        if runs_kernels(scores):
+        if runs_kernels(scores, what="masked softmax"):
             return scale_mask_softmax(scores, seen, scale, causal)
         compute = scores.to(torch.promote_types(scores.dtype, torch.float32))
         return reference.scale_mask_softmax(compute, seen, scale, causal).to(scores.dtype)
