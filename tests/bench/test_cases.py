@@ -10,7 +10,17 @@ from torch.nn import functional as F
 from tests.bench.fakes import FakeTimer
 from tpfused.bench import OPERATIONS
 from tpfused.bench.case import OPTIONAL, Setting
-from tpfused.bench.operations import cases, cross_entropy, embedding, gated_act, linear_act, rotary, softmax, summary
+from tpfused.bench.operations import (
+    cases,
+    cross_entropy,
+    decode,
+    embedding,
+    gated_act,
+    linear_act,
+    rotary,
+    softmax,
+    summary,
+)
 from tpfused.bench.runner import run_case
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is for machines without a GPU")
@@ -124,6 +134,12 @@ def test_rotary(direction):
     if direction == "bwd":
         ours = work.variants["ours"]
         torch.testing.assert_close(ours.call()[0], ours.fallback())
+
+
+def test_decode():
+    case = decode.case(2, 70, 6, 3, head_dim=16)
+    check(case)
+    assert built(case).amount == 2 * (2 * 3 * 70 * 16) * 4
 
 
 def test_cross_entropy():

@@ -10,7 +10,7 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from tpfused.kernels import act_backward, embedding, gated_act, launch, matmul, matmul_hopper, rotary, softmax
+from tpfused.kernels import act_backward, decode, embedding, gated_act, launch, matmul, matmul_hopper, rotary, softmax
 from tpfused.kernels.activations import ACTIVATIONS
 
 SHARED_MEMORY = 232448  # bytes a program may have
@@ -49,7 +49,8 @@ driver.set_active(Hopper())
 JITFunction.run = build
 torch.cuda.current_device = lambda: 0
 launch._compiled = Forgetful()
-matmul_hopper.multiprocessors = lambda device: 132
+matmul_hopper.multiprocessors = decode.multiprocessors = lambda device: 132
+decode.needs_kernel_device = lambda *arguments: None
 
 
 @triton.jit
@@ -89,6 +90,10 @@ def main() -> None:
     qkv = torch.zeros(4096, 1, 6 * 128, dtype=torch.bfloat16)
     q, k, v = rotary.rotary_qkv_forward(qkv, None, 4, 128, 5e5, True)
     rotary.rotary_qkv_backward(q[:2], k[:2], v[:2], torch.zeros(1, 2, dtype=torch.int64), 5e5, True)
+    query, key, cache = (torch.zeros(2, *size, 128, dtype=torch.bfloat16) for size in ((8, 1), (2, 1), (2, 200)))
+    slot, first = torch.zeros(1, dtype=torch.int64), torch.zeros(2, dtype=torch.int64)
+    for padding in (None, first):
+        decode.decode_attention(query, key, key, cache, cache.clone(), slot, 200, padding)
     print(*built)
 
 

@@ -12,8 +12,8 @@ from tests.compare import Block, assert_close, check_module, collectives_made, r
 from tpfused import ParallelAttention, reference
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup, resolve_group
-from tpfused.layers import attention
-from tpfused.layers.attention import scaled_dot_product_attention
+from tpfused.layers import attention, sdpa
+from tpfused.layers.sdpa import scaled_dot_product_attention
 from tpfused.placement import local
 
 # heads, kv heads, head dim: plain, grouped, fewer kv heads than 4 ranks and than 2.
@@ -313,14 +313,14 @@ def test_shared_heads_need_no_copy(seed, monkeypatch):
     """Where torch has a back end for them, it gets k and v as they are."""
     torch.manual_seed(seed)
     q, k, v = (torch.randn(2, heads, 5, 4).double() for heads in (8, 2, 2))
-    monkeypatch.setattr(attention, "shares_heads", lambda q: True)
+    monkeypatch.setattr(sdpa, "shares_heads", lambda q: True)
     repeat = "repeat_interleave of a tensor that need not be"
     monkeypatch.setattr(torch.Tensor, "repeat_interleave", lambda *a, **k: pytest.fail(repeat))
     out = scaled_dot_product_attention(q, k, v, None, True, 0.0)
     monkeypatch.undo()
     assert_close(out, reference.attention_core(q, k, v, causal=True))
     mask = torch.rand(2, 1, 5, 5) < 0.7
-    monkeypatch.setattr(attention, "shares_heads", lambda q: pytest.fail("no back end takes a mask with them"))
+    monkeypatch.setattr(sdpa, "shares_heads", lambda q: pytest.fail("no back end takes a mask with them"))
     assert_close(scaled_dot_product_attention(q, k, v, mask, False, 0.0), reference.attention_core(q, k, v, mask))
 
 

@@ -7,4 +7,4 @@ and the rows as shown and kept.
 """
 
 # Each is a module of `operations`, named as its kernel, with SUMMARY and CASES.
-OPERATIONS = ("linear_act", "gated_act", "softmax", "rotary", "embedding", "cross_entropy")
+OPERATIONS = ("linear_act", "gated_act", "softmax", "rotary", "decode", "embedding", "cross_entropy")

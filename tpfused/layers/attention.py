@@ -15,7 +15,7 @@ from tpfused.kernels.rotary import rotary_qkv
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
-from tpfused.layers.sdpa import attend, cudnn_first
+from tpfused.layers.sdpa import scaled_dot_product_attention
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
@@ -133,14 +133,12 @@ class ParallelAttention(nn.Module):
         if cache is not None:
             self._check_cache(cache, x, mask)
         q, k, v = self._heads(self._project(x, total_len), cache)
-        causal = self.causal
-        if cache is not None:
-            k, v = cache.add(k, v)
-            mask, causal = cache.mask, cache.causal
         region = rank_rng(self.group, x.device) if self.training and self.dropout else nullcontext()
         with region:
-            dropout = self.dropout * self.training
-            out = scaled_dot_product_attention(q, k, v, mask, causal, dropout, no_empty_rows=cache is not None)
+            if cache is not None:
+                out = cache.attend(q, k, v, self.out.backend)
+            else:
+                out = scaled_dot_product_attention(q, k, v, mask, self.causal, self.dropout * self.training)
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
         return self.out(out.flatten(2))
@@ -177,7 +175,7 @@ class ParallelAttention(nn.Module):
         if self.rope_theta is not None and runs_kernels(qkv, self.out.backend, "rotary positions"):
             split = rotary_qkv
         queries = self.num_heads // self.group.size // self.own_kv_heads
-        positions = None if cache is None else cache.positions
+        positions = None if cache is None else cache.step.positions
         return split(qkv, queries, self.head_dim, self.rope_theta, positions, tokens_first=self.sequence_dim == 0)
 
     def _check_cache(self, cache: LayerCache, x: Tensor, mask: Tensor | None) -> None:
@@ -187,7 +185,7 @@ class ParallelAttention(nn.Module):
                 f"{self.causal}, {self.sequence_parallel} and {'a mask' if mask is not None else None}"
             )
         batch, tokens = x.shape[1 - self.sequence_dim], x.shape[self.sequence_dim]
-        of_cache = (cache.keys.shape[0], cache.slots.shape[0])
+        of_cache = (cache.keys.shape[0], cache.step.slots.shape[0])
         if (batch, tokens) != of_cache:
             raise ValueError(f"ParallelAttention: the cache is for (batch, tokens) {of_cache}, not {(batch, tokens)}")
 
@@ -214,61 +212,6 @@ class ParallelAttention(nn.Module):
         if mask.requires_grad:
             mask = copy_to_group(mask, self.group)  # each rank's heads give a part of a learned bias's gradient
         return own_slice(mask, 1, self.group) if mask.shape[1] > 1 else mask
-
-
-def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, no_empty_rows: bool = False
-) -> Tensor:
-    """torch's, for grouped-query heads, with `mask` and `causal` together, and zeros for rows that attend to nothing.
-
-    `q` ``[batch, heads, tokens, d]``, `k` and `v` ``[batch, kv_heads, keys, d]``, `mask` boolean or additive,
-    broadcastable to ``[batch, heads, tokens, keys]``; `causal` for as many keys as tokens.
-    `no_empty_rows`: the mask is known to leave each token something to attend to. Equals `reference.attention_core`.
-    """
-    queries = q.shape[1] // k.shape[1]
-    if queries > 1 and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
-        # One token, as in decoding: the heads that share a k and v are so many tokens of one head, nothing is repeated.
-        rows = q.reshape(*k.shape[:2], queries, -1)
-        return scaled_dot_product_attention(rows, k, v, mask, False, dropout, no_empty_rows).reshape(q.shape)
-    shares = mask is None and shares_heads(q)
-    if queries > 1 and not shares:
-        k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
-    if mask is None:
-        with cudnn_first(q, k):
-            return attend(q, k, v, None, dropout, causal, shares=queries > 1 and shares)
-    if mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
-    if causal:
-        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
-        mask = mask & ~future if mask.dtype == torch.bool else mask.masked_fill(future, -torch.inf)
-    if no_empty_rows:
-        return attend(q, k, v, mask, dropout, causal=False, shares=False)
-    # Back ends differ on rows with nothing to attend to (zeros, the mean of v, NaN): let them attend to all, and drop
-    # them.
-    if mask.dtype == torch.bool:
-        dead = ~mask.any(-1, keepdim=True)
-        mask = mask | dead
-    else:
-        dead = (mask == -torch.inf).all(-1, keepdim=True)
-        mask = mask.masked_fill(dead, 0)
-    out = attend(q, k, v, mask, dropout, causal=False, shares=False)
-    return out.masked_fill(dead, 0)
-
-
-def shares_heads(q: Tensor) -> bool:
-    """Whether `enable_gqa` serves queries without a mask, where several share a key and a value.
-
-    cuDNN's and flash attention take fewer heads of k and v, on CUDA from Ampere on, in 16 bits; of torch 2.11's other
-    back ends only the one that keeps all scores does.
-    """
-    cuda = torch.backends.cuda
-    return (
-        q.dtype.itemsize == 2
-        and runs_kernels(q)
-        and q.shape[-1] % 8 == 0
-        and q.shape[-1] <= 256
-        and (cuda.cudnn_sdp_enabled() or cuda.flash_sdp_enabled())
-    )
 
 
 def check_heads(

@@ -5,15 +5,59 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+from tpfused.kernels.decode import MOST_HEAD_DIM, decode_attention
+from tpfused.layers.backend import runs_kernels
+from tpfused.layers.sdpa import scaled_dot_product_attention
 from tpfused.parameter import check_size
 
 if TYPE_CHECKING:
     from tpfused.layers.transformer import ParallelTransformer
+
+
+@dataclass(frozen=True)
+class Step:
+    """What a call that adds some tokens to a cache tells all layers.
+
+    Attributes:
+        slots: ``[new tokens]``, where in the cache the new tokens go.
+        positions: ``[batch or 1, new tokens]``, for learned and rotary positions.
+        seen: the new tokens attend to the first `seen` slots, causally.
+        padding: ``[batch]``, how many of each sequence's slots nothing attends to; None: none.
+        masked: not known from `seen` alone: without a mask the tokens are the first ones, as many as `seen`, or one
+            that sees all.
+        dtype: the model's.
+    """
+
+    slots: Tensor
+    positions: Tensor
+    seen: int
+    padding: Tensor | None
+    masked: bool
+    dtype: torch.dtype
+
+    @property
+    def causal(self) -> bool:
+        return not self.masked and self.seen == len(self.slots)
+
+    @cached_property
+    def mask(self) -> Tensor | None:
+        """Additive ``[batch or 1, 1, new tokens, seen]``, with no empty row; the first layer that asks makes it."""
+        if not self.masked:
+            return None
+        keys, queries = torch.arange(self.seen, device=self.slots.device), self.slots.unsqueeze(-1)
+        mask = (keys <= queries).unsqueeze(0)
+        if self.padding is not None:
+            # Padding attends to itself: an empty row would need extra care, and no one looks at the result.
+            mask = mask & (keys >= self.padding[:, None, None]) | (keys == queries)
+        # Additive, as attention's back ends want it: made once, not by each layer.
+        mask = torch.zeros(mask.shape, dtype=self.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
+        return mask.unsqueeze(1)
 
 
 @dataclass(frozen=True)
@@ -22,29 +66,28 @@ class LayerCache:
 
     Attributes:
         keys, values: ``[batch, own kv heads, max_tokens, head_dim]``, written in place.
-        slots: ``[new tokens]``, where in the cache the new tokens go.
-        positions: ``[batch or 1, new tokens]``, for learned and rotary positions.
-        seen: the new tokens attend to the first `seen` slots, causally:
-        mask: additive ``[batch or 1, 1, new tokens, seen]``, in the model's dtype, with no empty row; None: the first
-            tokens, as many as `seen`, or one that sees all.
+        step: what is the same for all layers.
     """
 
     keys: Tensor
     values: Tensor
-    slots: Tensor
-    positions: Tensor
-    seen: int
-    mask: Tensor | None
+    step: Step
 
-    @property
-    def causal(self) -> bool:
-        return self.mask is None and self.seen == len(self.slots)
-
-    def add(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Keep the new tokens' ``[batch, own kv heads, new tokens, d]``; -> the keys and values to attend to."""
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, backend: str | None) -> Tensor:
+        """Keep the new tokens' k and v, ``[batch, own kv heads, new tokens, d]``; -> what their queries
+        ``[batch, own heads, new tokens, d]`` see in the cache, shaped like these."""
+        step = self.step
+        if self._decodes(q, backend):
+            return decode_attention(q, k, v, self.keys, self.values, step.slots, step.seen, step.padding)
         for kept, new in ((self.keys, k), (self.values, v)):
-            kept.index_copy_(2, self.slots, new.to(kept.dtype))
-        return self.keys[:, :, : self.seen].to(k.dtype), self.values[:, :, : self.seen].to(v.dtype)
+            kept.index_copy_(2, step.slots, new.to(kept.dtype))
+        k, v = self.keys[:, :, : step.seen].to(k.dtype), self.values[:, :, : step.seen].to(v.dtype)
+        return scaled_dot_product_attention(q, k, v, step.mask, step.causal, 0.0, no_empty_rows=True)
+
+    def _decodes(self, q: Tensor, backend: str | None) -> bool:
+        """Whether the kernel for one token can run: in 16 bits, as torch's attention is fast without it otherwise."""
+        fits = q.shape[2] == 1 and q.shape[3] <= MOST_HEAD_DIM and q.dtype.itemsize == 2 and q.dtype == self.keys.dtype
+        return fits and not torch.compiler.is_compiling() and runs_kernels(q, backend, "attention to a cache")
 
 
 class KVCache:
@@ -98,7 +141,7 @@ class KVCache:
         self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
-        self.padding = padding
+        self.padding = None if padding is None else padding.long()
         shape = config.num_layers, batch, attention.own_kv_heads, max_tokens, attention.head_dim
         # Not uninitialised: what is masked still counts zero times its value, and zero times NaN is NaN.
         self.keys, self.values = (
@@ -135,21 +178,14 @@ class KVCache:
         fixed = self.fixed or self.captured()
         seen = self.max_tokens if fixed else self._length + tokens
         slots = self._device_length + torch.arange(tokens, device=self.keys.device)
-        mask, positions = None, slots.unsqueeze(0)
+        positions = slots.unsqueeze(0)
+        if self.padding is not None:
+            positions = (positions - self.padding.unsqueeze(-1)).clamp(min=0)
         # Without a mask faster kernels run: they know of causal attention among the first tokens, and one token that
         # comes last sees all.
-        if fixed or self.padding is not None or self._length > 0 and tokens > 1:
-            keys, queries = torch.arange(seen, device=self.keys.device), slots.unsqueeze(-1)
-            mask = (keys <= queries).unsqueeze(0)
-            if self.padding is not None:
-                positions = (positions - self.padding.unsqueeze(-1)).clamp(min=0)
-                # Padding attends to itself: an empty row would need extra care, and no one looks at the result.
-                mask = mask & (keys >= self.padding[:, None, None]) | (keys == queries)
-            # Additive, as attention's back ends want it: made once, not by each layer.
-            mask = torch.zeros(mask.shape, dtype=self._dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-            mask = mask.unsqueeze(1)
-        parts = zip(self.keys, self.values, strict=True)
-        return [LayerCache(keys, values, slots, positions, seen, mask) for keys, values in parts]
+        masked = fixed or self.padding is not None or self._length > 0 and tokens > 1
+        step = Step(slots, positions, seen, self.padding, masked, self._dtype)
+        return [LayerCache(keys, values, step) for keys, values in zip(self.keys, self.values, strict=True)]
 
     def added(self, tokens: int) -> None:
         """All layers have added `tokens`. In a graph this would happen once, at the capture: there the user does it."""

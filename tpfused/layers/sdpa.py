@@ -1,7 +1,8 @@
-"""Which of torch's back ends attention runs by.
+"""Attention by torch's `scaled_dot_product_attention`, and which of its back ends runs.
 
-All attention of the layers is torch's `scaled_dot_product_attention`, with masks, dropout and grouped heads too: no
-scores are kept. `tpfused.kernels.softmax` is for who wants the probabilities themselves, which no layer returns.
+All attention of the layers is torch's, with masks, dropout and grouped heads too: no scores are kept. But for one new
+token and a cache, for which `tpfused.kernels.decode` is there. `tpfused.kernels.softmax` is for who wants the
+probabilities themselves, which no layer returns.
 """
 
 from __future__ import annotations
@@ -13,10 +14,66 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tpfused.layers.backend import runs_kernels
 from tpfused.overlap.explain import MOST_TOLD, tell
 
 ORDER = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 LEAST_TOKENS = 512  # not measured: below, the host's time should decide
+
+
+def scaled_dot_product_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, no_empty_rows: bool = False
+) -> Tensor:
+    """torch's, for grouped-query heads, with `mask` and `causal` together, and zeros for rows that attend to nothing.
+
+    `q` ``[batch, heads, tokens, d]``, `k` and `v` ``[batch, kv_heads, keys, d]``, `mask` boolean or additive,
+    broadcastable to ``[batch, heads, tokens, keys]``; `causal` for as many keys as tokens.
+    `no_empty_rows`: the mask is known to leave each token something to attend to. Equals `reference.attention_core`.
+    """
+    queries = q.shape[1] // k.shape[1]
+    if queries > 1 and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
+        # One token, as in decoding: the heads that share a k and v are so many tokens of one head, nothing is repeated.
+        rows = q.reshape(*k.shape[:2], queries, -1)
+        return scaled_dot_product_attention(rows, k, v, mask, False, dropout, no_empty_rows).reshape(q.shape)
+    shares = mask is None and shares_heads(q)
+    if queries > 1 and not shares:
+        k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
+    if mask is None:
+        with cudnn_first(q, k):
+            return _attend(q, k, v, None, dropout, causal, shares=queries > 1 and shares)
+    if mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
+    if causal:
+        future = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool, device=q.device).triu(1)
+        mask = mask & ~future if mask.dtype == torch.bool else mask.masked_fill(future, -torch.inf)
+    if no_empty_rows:
+        return _attend(q, k, v, mask, dropout, causal=False, shares=False)
+    # Back ends differ on rows with nothing to attend to (zeros, the mean of v, NaN): let them attend to all, and drop
+    # them.
+    if mask.dtype == torch.bool:
+        dead = ~mask.any(-1, keepdim=True)
+        mask = mask | dead
+    else:
+        dead = (mask == -torch.inf).all(-1, keepdim=True)
+        mask = mask.masked_fill(dead, 0)
+    out = _attend(q, k, v, mask, dropout, causal=False, shares=False)
+    return out.masked_fill(dead, 0)
+
+
+def shares_heads(q: Tensor) -> bool:
+    """Whether `enable_gqa` serves queries without a mask, where several share a key and a value.
+
+    cuDNN's and flash attention take fewer heads of k and v, on CUDA from Ampere on, in 16 bits; of torch 2.11's other
+    back ends only the one that keeps all scores does.
+    """
+    cuda = torch.backends.cuda
+    return (
+        q.dtype.itemsize == 2
+        and runs_kernels(q)
+        and q.shape[-1] % 8 == 0
+        and q.shape[-1] <= 256
+        and (cuda.cudnn_sdp_enabled() or cuda.flash_sdp_enabled())
+    )
 
 
 def cudnn_first(q: Tensor, k: Tensor) -> AbstractContextManager:
@@ -33,7 +90,7 @@ def cudnn_first(q: Tensor, k: Tensor) -> AbstractContextManager:
     return sdpa_kernel(_enabled(), set_priority=True) if torch.compiler.is_compiling() else _CUDNN_FIRST
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, shares: bool) -> Tensor:
+def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, shares: bool) -> Tensor:
     """torch's `scaled_dot_product_attention`; `explain` is told which back end that takes. `shares`: `enable_gqa`."""
     if type(q) is Tensor and not torch.compiler.is_compiling():
         kind = (

@@ -121,7 +121,7 @@ class PositionEmbedding(ParallelModule):
         """``[1, tokens, hidden]``, or this rank's tokens of them; ``[batch, tokens, hidden]`` with a padded cache."""
         rows = self.replicated("weight", sharded_tokens=self.sequence_parallel)
         if cache is not None:
-            return F.embedding(cache.positions, rows)
+            return F.embedding(cache.step.positions, rows)
         rows = rows[:tokens]
         return (own_slice(rows, 0, self.group) if self.sequence_parallel else rows).unsqueeze(0)
 
