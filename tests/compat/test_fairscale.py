@@ -157,6 +157,21 @@ def test_mappings(workers, tp, seed):
     workers.run(check_mappings, tp, seed)
 
 
+def check_compiled(ctx, tp, seed):
+    torch.manual_seed(seed)
+    with model_parallel(tp), float64_on(ctx.device):
+        x = torch.randn(3, 8)
+        for name in ("copy_to", "reduce_from", "scatter_to", "gather_from"):
+            torch.compiler.reset()
+            mapping = getattr(mappings, f"{name}_model_parallel_region")
+            compiled = torch.compile(lambda x, mapping=mapping: mapping(x * 2), fullgraph=True, backend="eager")
+            assert torch.equal(compiled(x), mapping(x * 2))
+
+
+def test_mappings_compile(workers, tp, seed):
+    workers.run(check_compiled, tp, seed)
+
+
 def check_cross_entropy(ctx, tp, seed):
     torch.manual_seed(seed)
     with model_parallel(tp), float64_on(ctx.device):

@@ -78,9 +78,10 @@ def initialize_model_parallel(
         made = [torch.distributed.new_group(members, backend=backend, **options) for members in lists]
         return next(group for members, group in zip(lists, made, strict=True) if rank in members)
 
-    _DATA_PARALLEL_GROUP, _PIPELINE_PARALLEL_GROUP = own_group(0, ddp_backend), own_group(1, pipeline_backend)
-    _MODEL_PARALLEL_GROUP = own_group(3, model_parallel_backend)
-    _CONTEXT_PARALLEL_GROUP = own_group(2, cp_backend) if parts > 1 else None
+    data, pipeline = own_group(0, ddp_backend), own_group(1, pipeline_backend)
+    model, context = own_group(3, model_parallel_backend), own_group(2, cp_backend) if parts > 1 else None
+    _MODEL_PARALLEL_GROUP, _DATA_PARALLEL_GROUP = model, data
+    _PIPELINE_PARALLEL_GROUP, _CONTEXT_PARALLEL_GROUP = pipeline, context
 
 
 def destroy_model_parallel() -> None:
@@ -185,5 +186,5 @@ def _find(kind: str) -> torch.distributed.ProcessGroup:
 def _known(kind: str) -> torch.distributed.ProcessGroup | None:
     """Made here or by fairscale, if the program has imported it; not imported for the question's sake."""
     name = f"_{kind}_PARALLEL_GROUP"
-    own = globals()[name]
+    own = getattr(sys.modules[__name__], name)  # torch.compile does not know globals()
     return own if own is not None else getattr(sys.modules.get(_THEIRS), name, None)
