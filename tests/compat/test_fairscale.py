@@ -1,6 +1,8 @@
 """fairscale's groups, mappings, loss, random numbers and arithmetic."""
 
 import sys
+from datetime import timedelta
+from types import ModuleType
 from unittest.mock import patch
 
 import torch
@@ -15,31 +17,95 @@ from tpfused.compat.fairscale import initialize, layers, mappings, utils
 from tpfused.compat.fairscale import random as streams
 
 
-def check_groups(ctx, tp, length):
-    copies = ctx.world // (tp * length)
-    with model_parallel(tp, pipeline_length=length):
+def check_groups(ctx, tp, length, context):
+    copies = ctx.world // (tp * length * context)
+    with model_parallel(tp, pipeline_length=length, context_parallel_size=context, timeout=timedelta(seconds=60)):
         assert initialize.model_parallel_is_initialized()
         rest, shard = divmod(ctx.rank, tp)
+        rest, part = divmod(rest, context)
         number, stage = divmod(rest, length)
+
+        def rank_of(number=number, stage=stage, part=part, shard=shard):
+            return ((number * length + stage) * context + part) * tp + shard
+
         members = dist.get_process_group_ranks
-        first = ctx.rank - shard
-        assert members(initialize.get_model_parallel_group()) == list(range(first, first + tp))
-        assert initialize.get_model_parallel_src_rank() == first
+        model = [rank_of(shard=i) for i in range(tp)]
+        assert members(initialize.get_model_parallel_group()) == model
+        assert initialize.get_model_parallel_src_rank() == model[0]
         assert (initialize.get_model_parallel_rank(), initialize.get_model_parallel_world_size()) == (shard, tp)
-        data = [(i * length + stage) * tp + shard for i in range(copies)]
-        assert members(initialize.get_data_parallel_group()) == data
+        data = [rank_of(number=i) for i in range(copies)]
+        assert members(initialize.get_data_parallel_group()) == initialize.get_data_parallel_ranks() == data
         assert (initialize.get_data_parallel_rank(), initialize.get_data_parallel_world_size()) == (number, copies)
-        pipeline = [(number * length + i) * tp + shard for i in range(length)]
+        pipeline = [rank_of(stage=i) for i in range(length)]
         assert members(initialize.get_pipeline_parallel_group()) == initialize.get_pipeline_parallel_ranks() == pipeline
+        sequence = [rank_of(part=i) for i in range(context)]
+        assert members(initialize.get_context_parallel_group()) == initialize.get_context_parallel_ranks() == sequence
+        assert (initialize.get_context_parallel_rank(), initialize.get_context_parallel_world_size()) == (part, context)
         with refuses(ValueError, "exist already"):
             initialize.initialize_model_parallel(tp)
     assert not initialize.model_parallel_is_initialized()
 
 
 def test_groups(workers, tp):
-    for length in (1, 2):
-        if tp * length <= workers.world:
-            workers.run(check_groups, tp, length)
+    for length, context in ((1, 1), (2, 1), (1, 2), (2, 2)):
+        if tp * length * context <= workers.world:
+            workers.run(check_groups, tp, length, context)
+
+
+class ManyRanks:
+    """Stands in for torch.distributed in programs' tests, which know new_group as it was long ago."""
+
+    def __init__(self, world):
+        self.world, self.made = world, []
+
+    def is_initialized(self):
+        return True
+
+    def get_world_size(self):
+        return self.world
+
+    def get_rank(self):
+        return 0
+
+    def new_group(self, ranks, backend=None):
+        self.made.append(ranks)
+        return ()
+
+
+def test_groups_of_more_ranks_than_there_are():
+    with patch.object(torch, "distributed", ManyRanks(24)) as made_by:
+        initialize.initialize_model_parallel(2, 3)
+        assert initialize.model_parallel_is_initialized()
+        initialize.destroy_model_parallel()
+        assert not initialize.model_parallel_is_initialized()
+    models = [[2 * i, 2 * i + 1] for i in range(12)]
+    pipelines = [[6 * i + k, 6 * i + k + 2, 6 * i + k + 4] for i in range(4) for k in (0, 1)]
+    copies = [list(range(i, 24, 6)) for i in range(6)]
+    assert sorted(made_by.made) == sorted(models + pipelines + copies)
+
+
+def check_other_places(ctx):
+    # A program may put these modules in fairscale's place, or others that take the functions from here.
+    theirs = ModuleType("initialize")
+    vars(theirs).update({name: value for name, value in vars(initialize).items() if not name.startswith("_")})
+    for module in (initialize, theirs):
+        with patch.dict(sys.modules, {f"{THEIRS}.initialize": module}):
+            assert not module.model_parallel_is_initialized()
+            with model_parallel(ctx.world):
+                assert module.model_parallel_is_initialized()
+                assert module.get_model_parallel_group() is initialize.get_model_parallel_group()
+            assert not module.model_parallel_is_initialized()
+    # Or set a group itself, which is all that layers need.
+    with patch.object(initialize, "_MODEL_PARALLEL_GROUP", ctx.group(ctx.world)):
+        assert initialize.get_model_parallel_world_size() == ctx.world
+        assert layers.ColumnParallelLinear(3, ctx.world).weight.shape == (1, 3)
+        assert not initialize.model_parallel_is_initialized()
+        with refuses(ValueError, "data"):
+            initialize.get_data_parallel_group()
+
+
+def test_groups_found_in_other_places(workers):
+    workers.run(check_other_places)
 
 
 def check_uninitialised(ctx):
@@ -47,6 +113,7 @@ def check_uninitialised(ctx):
         initialize.get_model_parallel_group,
         initialize.get_data_parallel_rank,
         initialize.get_pipeline_parallel_ranks,
+        initialize.get_context_parallel_group,
         lambda: layers.ColumnParallelLinear(4, 4),
         lambda: mappings.copy_to_model_parallel_region(torch.zeros(1)),
     ):
@@ -58,9 +125,6 @@ def check_uninitialised(ctx):
         initialize.initialize_model_parallel(2.0)
     with model_parallel(ctx.world + 1):  # as many as there are
         assert initialize.get_model_parallel_world_size() == ctx.world
-    # A program may put these modules in fairscale's place: they must not ask themselves.
-    with patch.dict(sys.modules, {f"{THEIRS}.initialize": initialize}):
-        assert not initialize.model_parallel_is_initialized()
 
 
 def test_what_needs_groups_says_so(workers):
@@ -91,6 +155,21 @@ def check_mappings(ctx, tp, seed):
 
 def test_mappings(workers, tp, seed):
     workers.run(check_mappings, tp, seed)
+
+
+def check_compiled(ctx, tp, seed):
+    torch.manual_seed(seed)
+    with model_parallel(tp), float64_on(ctx.device):
+        x = torch.randn(3, 8)
+        for name in ("copy_to", "reduce_from", "scatter_to", "gather_from"):
+            torch.compiler.reset()
+            mapping = getattr(mappings, f"{name}_model_parallel_region")
+            compiled = torch.compile(lambda x, mapping=mapping: mapping(x * 2), fullgraph=True, backend="eager")
+            assert torch.equal(compiled(x), mapping(x * 2))
+
+
+def test_mappings_compile(workers, tp, seed):
+    workers.run(check_compiled, tp, seed)
 
 
 def check_cross_entropy(ctx, tp, seed):
@@ -136,6 +215,11 @@ def check_streams(ctx, tp, seed):
         assert len(all_gather(first[None], 0, tp, group).unique(dim=0)) == tp
         tracker.set_states(states)
         assert torch.equal(draw_own(), first)
+        kept = states[streams._MODEL_PARALLEL_RNG_TRACKER_NAME].clone()
+        for _ in range(2):  # the state given stays as it is
+            streams._set_cuda_rng_state(states[streams._MODEL_PARALLEL_RNG_TRACKER_NAME])
+            assert torch.equal(draw(), first)
+            assert torch.equal(states[streams._MODEL_PARALLEL_RNG_TRACKER_NAME], kept)
 
         with refuses(ValueError, "unknown"), tracker.fork("unknown"):
             pass

@@ -148,6 +148,7 @@ def check_weights_of_the_programs_own(ctx, tp, seed):
             del layer.weight
             layer.weight = mine
             assert_close(layer(x), expected)
+            assert torch.equal(layer.get_master_weight(), whole)
             if kind is layers.RowParallelLinear:
                 partial = F.linear(own(x, -1), layer.weight)
                 assert_close(mappings.reduce_from_model_parallel_region(partial), expected)
@@ -155,6 +156,50 @@ def check_weights_of_the_programs_own(ctx, tp, seed):
 
 def test_a_program_may_replace_weights(workers, tp, seed):
     workers.run(check_weights_of_the_programs_own, tp, seed)
+
+
+def check_layers_of_the_programs_own(ctx, tp, seed):
+    """Programs derive layers that make all they need themselves, by the function that fairscale's layers call."""
+    with model_parallel(tp), float64_on(ctx.device):
+
+        class Own(layers.ColumnParallelLinear):
+            def __init__(self, in_features, out_features, dim, keep):
+                nn.Module.__init__(self)
+                self.in_features, self.out_features = in_features, out_features
+                shape = [in_features, out_features // tp] if dim else [out_features // tp, in_features]
+                self.weight = nn.Parameter(torch.empty(shape))
+                self.register_parameter("bias", None)
+                whole = (in_features, out_features) if dim else (out_features, in_features)
+                self.master_weight = layers._initialize_affine_weight(
+                    self.weight, *whole, out_features // tp, dim, init.xavier_normal_, return_master_weight=keep
+                )
+
+            def forward(self, x):
+                return F.linear(mappings.copy_to_model_parallel_region(x), self.weight)
+
+        for dim, keep in ((0, True), (1, False)):
+            torch.manual_seed(seed)
+            whole = init.xavier_normal_(torch.empty([8, 12] if dim else [12, 8]))
+            after = torch.rand(1)
+            torch.manual_seed(seed)
+            layer = Own(8, 12, dim, keep)
+            assert torch.equal(torch.rand(1), after)
+            assert torch.equal(layer.weight, own(whole, dim)) and layer.weight.requires_grad
+            assert torch.equal(layer.master_weight, whole) if keep else layer.master_weight is None
+        torch.manual_seed(seed)
+        layer = copy.deepcopy(Own(8, 12, 0, False)).double()
+        assert str(tp) in repr(layer)
+        whole = layer.get_master_weight()
+        x = torch.randn(3, 8, requires_grad=True)
+        grad = torch.randn(3, 12)
+        layer(x).backward(own(grad, -1))
+        assert_close(x.grad, grad @ whole)
+        with refuses(ValueError, "stride", 2):
+            layers._initialize_affine_weight(layer.weight, 12, 8, 12 // tp, 0, init.zeros_, stride=2)
+
+
+def test_a_program_may_derive_layers(workers, tp, seed):
+    workers.run(check_layers_of_the_programs_own, tp, seed)
 
 
 def check_defaults(ctx, tp):

@@ -10,6 +10,7 @@ Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 import torch.nn.functional as F
@@ -18,15 +19,25 @@ from torch.nn import init
 
 from tpfused.collectives import gather_from_group
 from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
-from tpfused.parameter import LinearParameters, ParallelModule, check_size
-from tpfused.placement import gather_whole, splits
+from tpfused.parameter import ParallelModule, check_size
 from tpfused.sharding import divide, shard_range
 
 InitMethod = Callable[[Tensor], object]
 
 
-class ColumnParallelLinear(linear.ColumnParallelLinear):
+class _Layer(ParallelModule):
+    """What holds too for a program's subclass that calls ``nn.Module.__init__`` alone and makes its own weights."""
+
+    _shards = {}
+
+    @cached_property
+    def group(self) -> TPGroup:
+        return tp_group()
+
+
+class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
     """`tpfused.ColumnParallelLinear` whose output is gathered by default, over fairscale's group.
 
     Args:
@@ -64,10 +75,10 @@ class ColumnParallelLinear(linear.ColumnParallelLinear):
 
     def get_master_weight(self) -> Tensor:
         """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
-        return _whole_weight(self)
+        return _whole_weight(self, 0)
 
 
-class RowParallelLinear(linear.RowParallelLinear):
+class RowParallelLinear(_Layer, linear.RowParallelLinear):
     """`tpfused.RowParallelLinear` whose input is whole by default, over fairscale's group.
 
     Args:
@@ -101,10 +112,10 @@ class RowParallelLinear(linear.RowParallelLinear):
 
     def get_master_weight(self) -> Tensor:
         """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
-        return _whole_weight(self)
+        return _whole_weight(self, 1)
 
 
-class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
+class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
     """`tpfused.VocabParallelEmbedding` with fairscale's initialisation, over its group.
 
     Args:
@@ -147,7 +158,7 @@ class VocabParallelEmbedding(embedding.VocabParallelEmbedding):
         _draw_table(self)
 
 
-class ParallelEmbedding(ParallelModule):
+class ParallelEmbedding(_Layer):
     """`nn.Embedding` with the embedding dimension split over the ranks, and gathered after the lookup.
 
     Args:
@@ -206,8 +217,38 @@ def _draw_table(layer: VocabParallelEmbedding | ParallelEmbedding) -> None:
     layer.fill_parameter("weight", whole)
 
 
-def _whole_weight(layer: LinearParameters) -> Tensor:
-    return gather_whole(layer.weight.detach(), splits(layer.weight))
+def _whole_weight(layer: ColumnParallelLinear | RowParallelLinear, dim: int) -> Tensor:
+    # By the size of what is there: a program may have put a tensor of its own in the weight's place.
+    own = layer.weight.detach()
+    return gather_from_group(own, dim, own.shape[dim] * layer.group.size, layer.group)
+
+
+@torch.no_grad()
+def _initialize_affine_weight(
+    weight: Tensor,
+    out_features: int,
+    in_features: int,
+    per_partition_size: int,
+    partition_dim: int,
+    init_method: InitMethod,
+    stride: int = 1,
+    return_master_weight: bool = False,
+) -> Tensor | None:
+    """Fill `weight`, this rank's shard, as the layers here are filled. Programs call it for layers of their own.
+
+    Args:
+        out_features, in_features: of the whole weight, which `init_method` fills.
+        per_partition_size: of `weight` along `partition_dim`, which is split.
+        stride: 1.
+        return_master_weight: return the whole weight instead of None.
+    """
+    _check_stride(stride)
+    group = tp_group()
+    whole = weight if group.size == 1 else weight.new_empty(out_features, in_features)
+    init_method(whole)
+    if group.size > 1:
+        weight.copy_(whole.narrow(partition_dim, group.rank * per_partition_size, per_partition_size))
+    return whole if return_master_weight else None
 
 
 def _check_stride(stride: int) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from tpfused.compat.fairscale.initialize import get_model_parallel_rank
 
-MODEL_PARALLEL = "model-parallel-rng"
+_MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
 
 
 class CudaRNGStatesTracker:
@@ -47,26 +47,34 @@ class CudaRNGStatesTracker:
         outside = rng.get_rng_state()
         rng.manual_seed(seed)
         self.states_[name] = rng.get_rng_state()
-        rng.set_rng_state(outside)
+        _set_cuda_rng_state(outside)
         self.seeds_.add(seed)
 
     @contextmanager
-    def fork(self, name: str = MODEL_PARALLEL) -> Iterator[None]:
+    def fork(self, name: str = _MODEL_PARALLEL_RNG_TRACKER_NAME) -> Iterator[None]:
         """Inside, torch's default generator draws from the stream. Raises `ValueError` where there is none so named."""
         if name not in self.states_:
             raise ValueError(f"there is no stream {name!r}: add it, or call model_parallel_cuda_manual_seed")
         rng = _rng()
         outside = rng.get_rng_state()
-        rng.set_rng_state(self.states_[name])
+        _set_cuda_rng_state(self.states_[name])
         try:
             yield
         finally:
             self.states_[name] = rng.get_rng_state()
-            rng.set_rng_state(outside)
+            _set_cuda_rng_state(outside)
 
 
 def _rng():
     return torch.cuda if torch.cuda.is_available() else torch.random
+
+
+def _set_cuda_rng_state(new_state: Tensor, device: int | str | torch.device = -1) -> None:
+    """Continue `device`'s default stream from `new_state`; -1: the current CUDA device's. Programs import it."""
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(new_state, "cuda" if device == -1 else device)
+    else:
+        torch.set_rng_state(new_state)
 
 
 _tracker = CudaRNGStatesTracker()
@@ -86,7 +94,7 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
     if torch.cuda.is_available():
         torch.cuda.manual_seed(seed)
     _tracker.reset()
-    _tracker.add(MODEL_PARALLEL, own_seed)
+    _tracker.add(_MODEL_PARALLEL_RNG_TRACKER_NAME, own_seed)
 
 
 def checkpoint(function, *args):
