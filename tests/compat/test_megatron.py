@@ -21,8 +21,8 @@ def config_of(block, **settings):
     return SimpleNamespace(params_dtype=torch.float64, use_cpu_initialization=block.device.type == "cpu", **settings)
 
 
-def make(kind, block, *sizes, sequence_parallel=False, init=nn.init.normal_, **options):
-    config = config_of(block, sequence_parallel=sequence_parallel)
+def make(kind, block, *sizes, sequence_parallel=False, fused=False, init=nn.init.normal_, **options):
+    config = config_of(block, sequence_parallel=sequence_parallel, gradient_accumulation_fusion=fused)
     if kind is RowParallelLinear:
         options = {"bias": True, "input_is_parallel": True, "skip_bias_add": False, **options}
     return kind(*sizes, config=config, init_method=init, tp_group=block.group, **options)
@@ -171,6 +171,78 @@ def test_a_model_with_a_tied_output_layer(workers, tp, seed):
     workers.run(check_model, tp, seed)
 
 
+def check_partial_gradients(ctx, tp, seed):
+    """Without their reduction, the gathered tokens of sequence parallelism sum the gradients, as adapters have it."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    x, weight, bias = block.randn(TOKENS, BATCH, IN), block.randn(OUT, IN), block.randn(OUT)
+    grad = block.randn(TOKENS, BATCH, OUT)
+    for gather, sequence_parallel in ((False, False), (True, False), (False, True)):
+        layer = make(
+            ColumnParallelLinear,
+            block,
+            IN,
+            OUT,
+            sequence_parallel=sequence_parallel,
+            init=filling(weight.float()),
+            gather_output=gather,
+            disable_grad_reduce=True,
+        )
+        with torch.no_grad():
+            layer.weight.copy_(block.own(weight, 0))
+            layer.bias.copy_(block.own(bias, 0))
+        mine = block.own(x, 0).clone().requires_grad_()
+        whole = mine if sequence_parallel else megatron.gather_from_sequence_parallel_region(mine, group=block.group)
+        out, _ = layer(whole)
+        out.backward(block.own(grad, None if gather else -1))
+        dims = {"out": None if gather else -1, "x": 0, "weight": 0, "bias": 0}
+        compare(
+            {"out": out.detach(), "x": mine.grad, "weight": layer.weight.grad, "bias": layer.bias.grad},
+            F.linear,
+            {"x": x, "weight": weight, "bias": bias},
+            grad,
+            lambda name, tensor, dims=dims: block.own(tensor, dims[name]),
+            f"disable_grad_reduce, {gather=}, {sequence_parallel=}",
+        )
+
+
+def test_disable_grad_reduce(workers, tp, seed):
+    workers.run(check_partial_gradients, tp, seed)
+
+
+def check_main_grads(ctx, tp, seed):
+    """As Megatron's ``gradient_accumulation_fusion``: `main_grad` takes the weight's gradient, and `grad` zeros."""
+    block = Block(ctx, tp, "group", seed)
+    for kind, given in ((ColumnParallelLinear, False), (ColumnParallelLinear, True), (RowParallelLinear, False)):
+        for sequence_parallel, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.bfloat16)):
+            torch.manual_seed(block.seed)
+            place = {"sequence_parallel": sequence_parallel}
+            layer = make(kind, block, 16, 16, fused=True, **place).to(dtype)
+            plain = make(kind, block, 16, 16, **place).to(dtype)
+            plain.load_state_dict(layer.state_dict())
+            weight = nn.Parameter(layer.weight.detach().clone()) if given else layer.weight
+            weight.main_grad = torch.ones_like(weight)
+            weight.grad_added_to_main_grad = False
+            x = block.randn(8 // tp if sequence_parallel and kind is ColumnParallelLinear else 8, 2, 16).to(dtype)
+            x = block.own(x, -1) if kind is RowParallelLinear else x
+            for _ in range(2):
+                layer(x, **({"weight": weight} if given else {}))[0].sum().backward()
+            plain(x)[0].sum().backward()
+            assert weight.grad_added_to_main_grad and not weight.grad.any()
+            assert weight.main_grad.dtype == dtype
+            eps = 8 * torch.finfo(dtype).eps
+            torch.testing.assert_close(weight.main_grad, 1 + 2 * plain.weight.grad, rtol=eps, atol=eps * 16)
+            torch.testing.assert_close(layer.bias.grad, 2 * plain.bias.grad)
+    without = make(ColumnParallelLinear, block, 16, 16, fused=True)
+    without(block.randn(8, 2, 16))[0].sum().backward()
+    assert without.weight.grad.any()
+    without.backward_dw()  # which Megatron's models call
+
+
+def test_gradient_accumulation_fusion(workers, tp, seed):
+    workers.run(check_main_grads, tp, seed)
+
+
 def check_attributes(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     options = {"sequence_parallel": True}
@@ -182,6 +254,10 @@ def check_attributes(ctx, tp, seed):
     own = 16 // tp
     assert (embedding.vocab_start_index, embedding.vocab_end_index) == (block.rank * own, block.rank * own + own)
     assert embedding.num_embeddings_per_partition == own
+    for layer in (column, row):
+        assert not (layer.is_expert or layer.expert_parallel or layer.explicit_expert_comm)
+        assert layer.sequence_parallel and not layer.gradient_accumulation_fusion
+    assert column.embedding_activation_buffer is column.grad_output_buffer is None and not column.disable_grad_reduce
     column.weight = nn.Parameter(column.weight.detach().clone())  # a replacement is marked too
     for layer in (column, row, embedding):
         assert layer.tp_group is block.group
@@ -258,12 +334,16 @@ def check_refusals(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     for option in (
         {"is_expert": True},
-        {"disable_grad_reduce": True},
         {"embedding_activation_buffer": []},
         {"grad_output_buffer": []},
+        {"output_dtype": torch.float16},
+        {"pg_collection": SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2))},
     ):
         with refuses(ValueError, *option):
             make(ColumnParallelLinear, block, 8, 16, **option)
+    make(ColumnParallelLinear, block, 8, 16, output_dtype=torch.float64, pg_collection=SimpleNamespace())
+    with refuses(ValueError, "gtp_weight_remat_size"):
+        VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
     for wrong in (None, {"sequence_parallel": True}):
         with refuses(TypeError, "config", type(wrong).__name__):
             ColumnParallelLinear(8, 16, config=wrong, init_method=None)

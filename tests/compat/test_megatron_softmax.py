@@ -4,6 +4,7 @@ from itertools import product
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tpfused.compat.megatron import AttnMaskType, FusedScaleMaskSoftmax, softmax
 from tpfused.kernels.softmax import scale_mask_softmax
@@ -93,6 +94,40 @@ def test_windows_and_cached_keys(device, fusion, seed):
         torch.testing.assert_close(y.double(), expected(scores, distance > 0, 1.0)[0], rtol=1e-5, atol=1e-6)
 
 
+@devices
+@pytest.mark.parametrize("fusion", [True, False])
+def test_attention_sinks(device, fusion, seed):
+    """One more key for each head, whose score is the offset and whose value is zero."""
+    torch.manual_seed(seed)
+    padding = torch.rand(2, 1, 8, 8, device=device) > 0.6
+    causal = later_keys(device)
+    for scale, (kind, mask, hidden) in product(
+        (None, 0.3),
+        (
+            (AttnMaskType.no_mask, None, torch.zeros_like(causal)),
+            (AttnMaskType.padding, padding, padding),
+            (AttnMaskType.causal, None, causal),
+            (AttnMaskType.causal, padding | causal, padding | causal),
+        ),
+    ):
+        scores = torch.randn(SHAPE, device=device, requires_grad=True)
+        offset = torch.randn(3, device=device, requires_grad=True)
+        y = make(kind=kind, fusion=fusion, scale=scale)(scores, mask, offset)
+        wide = torch.cat((scores.double() * (scale or 1.0), offset.double()[:, None, None].expand(2, 3, 8, 1)), -1)
+        wanted = wide.masked_fill(F.pad(hidden.expand(SHAPE), (0, 1)), -torch.inf).softmax(-1)[..., :-1]
+        torch.testing.assert_close(y.double(), wanted, rtol=1e-5, atol=1e-6)
+        weights = torch.randn_like(y)
+        inputs = scores, offset
+        grads = (torch.autograd.grad((out * weights).sum(), inputs) for out in (y, wanted))
+        for actual, expected_grad in zip(*grads, strict=True):
+            torch.testing.assert_close(actual, expected_grad, rtol=1e-4, atol=1e-5)
+
+
+def test_kernels_are_there_whatever_the_sizes():
+    assert make(fusion=True).is_kernel_available(None, 1, 3, 5, 7) is torch.cuda.is_available()
+    assert make(fusion=False).is_kernel_available(None, 4, 8, 32, 32) is False
+
+
 def test_queries_that_see_nothing():
     scores, mask = torch.randn(1, 1, 2, 4), torch.tensor([[[[True] * 4, [False] * 4]]])
     assert not make()(scores, mask)[0, 0, 0].any()
@@ -116,7 +151,7 @@ def test_refusals():
         make()(torch.randn(3, 4, 4), None)
     with pytest.raises(ValueError, match="3 and 4"):
         make(kind=AttnMaskType.causal)(torch.randn(1, 1, 3, 4), None)
-    with pytest.raises(ValueError, match="softmax_offset"):
-        make()(torch.randn(1, 1, 4, 4), None, torch.zeros(1))
+    with pytest.raises(ValueError, match="3 heads"):
+        make()(torch.randn(1, 3, 4, 4), None, torch.zeros(2))
     with pytest.raises(TypeError, match="float32"):
         make()(torch.randn(1, 1, 4, 4), torch.zeros(4, 4))

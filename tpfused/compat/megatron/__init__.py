@@ -1,7 +1,8 @@
 """The names of ``megatron.core.tensor_parallel`` with Megatron-LM's signatures, computed by tpfused's layers.
 
-Change the import, ``from tpfused.compat import megatron as tensor_parallel``, and keep the program. Megatron need not
-be installed; names that are not here (its random states, its activation checkpoints) are its own, if it is.
+Change the imports, ``tpfused.compat.megatron`` for ``megatron.core.tensor_parallel`` and its modules, or
+``from tpfused.compat import megatron as tensor_parallel``, and keep the program. Megatron need not be installed; names
+that are not here (its random states, its activation checkpoints, its autograd functions) are its own, if it is.
 `FusedScaleMaskSoftmax` and `AttnMaskType`, which Megatron has elsewhere, are here too.
 
 The tensor-parallel group is `tp_group`, else that of an initialised ``megatron.core.parallel_state``, else the default
@@ -19,8 +20,8 @@ What differs from Megatron's own:
 - Misuse raises `ValueError` or `TypeError`.
 """
 
+from tpfused.compat.megatron.cross_entropy import vocab_parallel_cross_entropy
 from tpfused.compat.megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
-from tpfused.compat.megatron.loss import vocab_parallel_cross_entropy
 from tpfused.compat.megatron.mappings import (
     all_gather_last_dim_from_tensor_parallel_region,
     copy_to_tensor_model_parallel_region,
@@ -32,6 +33,7 @@ from tpfused.compat.megatron.mappings import (
     scatter_to_sequence_parallel_region,
     scatter_to_tensor_model_parallel_region,
 )
+from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.compat.megatron.softmax import AttnMaskType, FusedScaleMaskSoftmax
 
 __all__ = [
@@ -52,14 +54,4 @@ __all__ = [
     "vocab_parallel_cross_entropy",
 ]
 
-
-def __getattr__(name: str):
-    if not name.startswith("_"):
-        try:
-            from megatron.core import tensor_parallel
-        except ImportError:
-            pass
-        else:
-            if hasattr(tensor_parallel, name):
-                return getattr(tensor_parallel, name)
-    raise AttributeError(f"neither {__name__} nor an installed megatron.core.tensor_parallel has {name!r}")
+__getattr__ = names_of("megatron.core.tensor_parallel")

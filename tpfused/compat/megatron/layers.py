@@ -7,12 +7,20 @@ A `config` is Megatron's ``ModelParallelConfig`` or any object with some of thes
 - ``perform_initialization`` (True): False leaves parameters as they are allocated, for a checkpoint to fill.
 - ``use_cpu_initialization`` (False): draw whole weights in float32 on torch's default device, as Megatron does. Without
   it parameters live on the current GPU, where there is one and torch's default device is the CPU.
+- ``gradient_accumulation_fusion`` (False): backward adds the gradients of linear layers' weights to their `main_grad`,
+  where they have one, and not to `grad`; see `accumulate_main_grad` of `tpfused.ColumnParallelLinear`. Here it may be
+  of 16 bits too.
+- ``gtp_weight_remat_size`` (1): others raise; generalized tensor parallelism is not supported.
 
-All others are ignored, for they do not change results here: ``gradient_accumulation_fusion`` (gradients go to
-``.grad``, from where Megatron's data parallelism takes them), ``async_tensor_model_parallel_allreduce``,
+All others are ignored, for they do not change results here: ``async_tensor_model_parallel_allreduce``,
 ``tp_comm_overlap`` and its like (tpfused overlaps as it measures best), ``cpu_offloading``, ``deterministic_mode``
-(`tpfused.deterministic` is for that). So are the arguments `keep_master_weight_for_test`, `tp_comm_buffer_name` and
-`name`.
+(`tpfused.deterministic` is for that), ``delay_wgrad_compute``. So are the arguments `keep_master_weight_for_test`,
+`tp_comm_buffer_name` and `name`, and a `pg_collection` but for its group of generalized tensor parallelism.
+
+Of attributes that Megatron's layers have, these say what was asked for: `config`, `input_size`, `output_size`,
+`output_size_per_partition`, `input_size_per_partition`, `gather_output`, `input_is_parallel`, `skip_bias_add`,
+`disable_grad_reduce`, `sequence_parallel`, `gradient_accumulation_fusion`, `tp_group`. `gather_output`,
+`sequence_parallel` and `disable_grad_reduce` may be changed between calls. `is_expert` and its like are False.
 """
 
 from __future__ import annotations
@@ -23,26 +31,39 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.collectives import gather_from_group
 from tpfused.compat.megatron.mappings import check_divides, find_group
+from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
+from tpfused.main_grad import announced, into_main_grad, main_grad_of
 from tpfused.parameter import ParallelModule, check_size
 from tpfused.sharding import divide
 
 Init = Callable[[Tensor], object] | None
+_ALONE = TPGroup(None, rank=0, size=1)
 
 
 class _Layer(ParallelModule):
     """What Megatron's programs expect of a layer besides its forward."""
 
     partition_dims: dict[str, int]  # of the parameters that are split
+    extra_state: dict[str, None] = {}  # in distributed checkpoints, where Megatron's layers look for it
     stride = 1
 
-    def _setup(self, config, init_method: Init, tp_group: dist.ProcessGroup | None, stride: int = 1) -> dict:
+    def _setup(
+        self, config, init_method: Init, tp_group: dist.ProcessGroup | None, stride: int = 1, pg_collection=None
+    ) -> dict:
         """To be called first -> the arguments that say how parameters are made."""
         check_size(stride, "stride")
         if config is None or isinstance(config, dict | str):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
+        remat_group = getattr(pg_collection, "gtp_remat", None)
+        _refuse(
+            type(self).__name__,
+            gtp_weight_remat_size=getattr(config, "gtp_weight_remat_size", 1) > 1,
+            pg_collection=remat_group is not None and remat_group.size() > 1,
+        )
         self.config = config
         self.stride = stride
         group = find_group(tp_group)
@@ -85,13 +106,38 @@ class _Layer(ParallelModule):
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 
         return make_sharded_tensors_for_checkpoint(
-            self.state_dict(keep_vars=True),
+            self.state_dict(keep_vars=True) | self.extra_state,
             prefix,
             self.partition_dims,
             sharded_offsets,
             tp_group=self.tp_group,
             dp_cp_group=(metadata or {}).get("dp_cp_group"),
         )
+
+
+class _Linear(_Layer):
+    """The same of a linear layer."""
+
+    extra_state = {"_extra_state": None}
+    is_expert = expert_parallel = explicit_expert_comm = False
+
+    @property
+    def gradient_accumulation_fusion(self) -> bool:
+        return getattr(self.config, "gradient_accumulation_fusion", False)
+
+    def weight_and_main_grad(self, given: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
+        """As `ParallelModule.weight_and_main_grad`, for a `given` weight in place of the layer's too."""
+        weight = self.local("weight") if given is None else given
+        main_grad = getattr(weight, "main_grad", None) if self.gradient_accumulation_fusion else None
+        if main_grad is None or not weight.requires_grad:
+            return weight, None
+        seen = announced(weight, weight)
+        if isinstance(main_grad, Tensor) and main_grad.dtype == weight.dtype != torch.float32:
+            return into_main_grad(seen, main_grad), None  # matmuls add to float32 only
+        return seen, main_grad_of(weight, f"{type(self).__name__}.weight")
+
+    def backward_dw(self) -> None:
+        """Nothing: weight gradients are complete when backward returns."""
 
 
 class _Initializer:
@@ -113,7 +159,7 @@ class _Initializer:
         whole.copy_(blocks.flatten(self.dim, self.dim + 2))
 
 
-class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
+class ColumnParallelLinear(_Linear, linear.ColumnParallelLinear):
     """Megatron's ``ColumnParallelLinear``: ``(x @ weight.T + bias, None)`` with the outputs split over the ranks.
 
     Args:
@@ -124,6 +170,9 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
         stride: the blocks that are split one by one: 2 for a gate and its projection.
         skip_bias_add: return ``(x @ weight.T, bias)``, the bias as it is stored, this rank's.
         skip_weight_param_allocation: there is no weight; `forward` is given one (a tied embedding's).
+        disable_grad_reduce: without sequence parallelism, leave the input's gradient a partial sum on each rank, for
+            what made the input to reduce (`gather_from_sequence_parallel_region`, say).
+        output_dtype: None, or that of the parameters.
         tp_group: the tensor-parallel group.
 
     Shapes: input ``[tokens, batch, in]`` (or other leading dimensions), this rank's tokens under sequence parallelism;
@@ -132,11 +181,12 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
 
     Raises:
         ValueError: `output_size` does not divide by the ranks (times the stride); no weight, or one of a wrong shape;
-            `is_expert`, `disable_grad_reduce`, `embedding_activation_buffer` or `grad_output_buffer`, which are not
-            supported and would change gradients; and as `tpfused.ColumnParallelLinear`.
+            `is_expert`, `embedding_activation_buffer`, `grad_output_buffer` or another `output_dtype`, which are not
+            supported and would change results; and as `tpfused.ColumnParallelLinear`.
     """
 
     partition_dims = {"weight": 0, "bias": 0}
+    embedding_activation_buffer = grad_output_buffer = None
 
     def __init__(
         self,
@@ -158,14 +208,19 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
         disable_grad_reduce: bool = False,
         tp_group: dist.ProcessGroup | None = None,
         name: str | None = None,
+        output_dtype: torch.dtype | None = None,
+        pg_collection=None,
     ):
-        _refuse("ColumnParallelLinear", is_expert=is_expert, disable_grad_reduce=disable_grad_reduce)
+        place = self._setup(config, init_method, tp_group, stride, pg_collection)
         _refuse(
             "ColumnParallelLinear",
+            is_expert=is_expert,
             embedding_activation_buffer=embedding_activation_buffer is not None,
             grad_output_buffer=grad_output_buffer is not None,
+            output_dtype=output_dtype not in (None, place["dtype"] or torch.get_default_dtype()),
         )
-        place = self._setup(config, init_method, tp_group, stride)
+        self.disable_grad_reduce = disable_grad_reduce
+        self.output_dtype = output_dtype
         self.skips_weight = skip_weight_param_allocation
         self.output_size_per_partition = _per_rank(output_size, "output_size", stride, place["group"])
         super().__init__(
@@ -194,28 +249,31 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
     def forward(
         self, input_: Tensor, weight: Tensor | None = None, runtime_gather_output: bool | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        if weight is None:
-            weight = self.local("weight")
+        weight, main_grad = self.weight_and_main_grad(weight)
         expected = self.output_size_per_partition, self.input_size
         if weight is None or weight.shape != expected:
             got = "there is none" if weight is None else f"its shape is {tuple(weight.shape)}"
             raise ValueError(f"ColumnParallelLinear: the weight must be of shape {expected}, but {got}")
         bias = self.local("bias")
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        alone = self.disable_grad_reduce and not self.sequence_parallel  # as a whole layer of this rank's features
         out = linear.column_forward(
             input_,
             weight,
             None if self.skip_bias_add else bias,
-            self.group,
+            _ALONE if alone else self.group,
             sequence_dim=0 if self.sequence_parallel else None,
             total_len=None,
-            out_features=self.output_size,
-            gather_output=gather,
+            out_features=self.output_size_per_partition if alone else self.output_size,
+            gather_output=gather and not alone,
+            main_grad=main_grad,
         )
+        if gather and alone:
+            out = gather_from_group(out, -1, self.output_size, self.group)
         return out, bias if self.skip_bias_add else None
 
 
-class RowParallelLinear(_Layer, linear.RowParallelLinear):
+class RowParallelLinear(_Linear, linear.RowParallelLinear):
     """Megatron's ``RowParallelLinear``: ``(x @ weight.T + bias, None)`` with the inputs split over the ranks.
 
     Args:
@@ -251,9 +309,10 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
         tp_comm_buffer_name: str | None = None,
         tp_group: dist.ProcessGroup | None = None,
         name: str | None = None,
+        pg_collection=None,
     ):
+        place = self._setup(config, init_method, tp_group, stride, pg_collection)
         _refuse("RowParallelLinear", is_expert=is_expert)
-        place = self._setup(config, init_method, tp_group, stride)
         self.input_size_per_partition = _per_rank(input_size, "input_size", stride, place["group"])
         super().__init__(
             input_size,
@@ -301,8 +360,9 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
         reduce_scatter_embeddings: bool = False,
         config,
         tp_group: dist.ProcessGroup | None = None,
+        pg_collection=None,
     ):
-        place = self._setup(config, init_method, tp_group)
+        place = self._setup(config, init_method, tp_group, pg_collection=pg_collection)
         group = place["group"]
         self.num_embeddings_per_partition = _per_rank(num_embeddings, "num_embeddings", 1, group)
         self.vocab_start_index = group.rank * self.num_embeddings_per_partition
@@ -336,3 +396,6 @@ def _refuse(layer: str, **given: bool) -> None:
     for name, value in given.items():
         if value:
             raise ValueError(f"{layer}: {name} is not supported, and would change results if it were ignored")
+
+
+__getattr__ = names_of("megatron.core.tensor_parallel.layers")

@@ -1,7 +1,7 @@
 """Megatron-LM's mappings between whole and split activations: the conjugate pairs of `tpfused.collectives`.
 
-Each takes a floating tensor and the tensor-parallel ProcessGroup (`group`, found as the package says if None), and
-raises `ValueError` where the dimension that it splits does not divide by the number of ranks.
+Each takes a tensor (of integers too, which have no gradient) and the tensor-parallel ProcessGroup (`group`, found as
+the package says if None), and raises `ValueError` where the dimension that it splits does not divide by the ranks.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tpfused.collectives import (
     reduce_scatter_tokens,
     scatter_to_group,
 )
+from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.group import TPGroup, resolve_group
 from tpfused.sharding import divide
 
@@ -114,3 +115,6 @@ def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: dis
 def _refuse_split_sizes(sizes: list[int] | None, function: str, name: str) -> None:
     if sizes is not None:
         raise ValueError(f"{function}: {name} {sizes} is not supported, all ranks hold equally many tokens")
+
+
+__getattr__ = names_of("megatron.core.tensor_parallel.mappings")

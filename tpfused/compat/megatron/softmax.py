@@ -40,10 +40,13 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     Shapes: scores ``[batch, heads, queries, keys]``; a boolean mask broadcastable to them, where True is hidden. A
     single query sees all keys under a causal type, and more queries than one with another number of keys need a mask.
+    A `softmax_offset` of an entry a head is the score of one more key, which has no value (an attention sink); with it,
+    plain PyTorch computes.
 
     Raises:
         ValueError: both input dtypes, a scale without `softmax_in_fp32`, neither fusion nor a `mask_func`, scores that
-            are not four-dimensional, a causal type without a mask for other than square scores, a `softmax_offset`.
+            are not four-dimensional, a causal type without a mask for other than square scores, a `softmax_offset` of
+            another number of entries.
         TypeError: under fusion, a mask that is not boolean.
     """
 
@@ -77,17 +80,22 @@ class FusedScaleMaskSoftmax(nn.Module):
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
         if input.ndim != 4:
             raise ValueError(f"the scores must be [batch, heads, queries, keys], not of shape {tuple(input.shape)}")
-        if softmax_offset is not None:
-            raise ValueError("a softmax_offset (attention sink) is not supported")
+        if softmax_offset is not None and softmax_offset.numel() != input.shape[1]:
+            raise ValueError(f"{input.shape[1]} heads need as many softmax_offsets, not {tuple(softmax_offset.shape)}")
         queries, keys = input.shape[-2:]
         if self.window_size is not None:
             mask, causal = _outside_window(input, *self.window_size), False  # in place of the mask, as in Megatron
         else:
             causal = self._is_causal(mask, queries, keys)
-        probabilities = (self._fused if self.scaled_masked_softmax_fusion else self._plain)(input, mask, causal)
+        compute = self._fused if self.scaled_masked_softmax_fusion else self._plain
+        probabilities = compute(input, mask, causal, softmax_offset)
         if self.input_in_fp16 or self.input_in_bf16:
             return probabilities.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
         return probabilities
+
+    def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
+        """Whether one kernel does it all: whatever the sizes, where there is a GPU."""
+        return self.scaled_masked_softmax_fusion and torch.cuda.is_available()
 
     def _is_causal(self, mask: Tensor | None, queries: int, keys: int) -> bool:
         # By name, for Megatron's own enumeration is another class.
@@ -97,24 +105,42 @@ class FusedScaleMaskSoftmax(nn.Module):
             raise ValueError(f"a causal mask needs as many queries as keys, not {queries} and {keys}")
         return queries == keys
 
-    def _fused(self, scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _fused(self, scores: Tensor, mask: Tensor | None, causal: bool, offset: Tensor | None) -> Tensor:
         if mask is not None and mask.dtype != torch.bool:
             raise TypeError(f"the mask must be boolean, True is masked out, not {mask.dtype}")
         seen = None if mask is None else ~mask
         scale = 1.0 if self.scale is None else self.scale
-        if runs_kernels(scores, what="masked softmax"):
+        if offset is None and runs_kernels(scores, what="masked softmax"):
             return scale_mask_softmax(scores, seen, scale, causal)
         compute = scores.to(torch.promote_types(scores.dtype, torch.float32))
-        return reference.scale_mask_softmax(compute, seen, scale, causal).to(scores.dtype)
+        if offset is None:
+            probabilities = reference.scale_mask_softmax(compute, seen, scale, causal)
+        else:
+            hidden = torch.zeros((), dtype=torch.bool, device=scores.device) if mask is None else mask
+            hidden = hidden | _later_keys(scores) if causal else hidden
+            probabilities = _softmax((compute * scale).masked_fill(hidden, -torch.inf), offset)
+        return probabilities.to(scores.dtype)
 
-    def _plain(self, scores: Tensor, mask: Tensor | None, causal: bool) -> Tensor:
+    def _plain(self, scores: Tensor, mask: Tensor | None, causal: bool, offset: Tensor | None) -> Tensor:
         if self.softmax_in_fp32 and (self.input_in_fp16 or self.input_in_bf16):
             scores = scores.float()
         if self.scale is not None:
             scores = scores * self.scale
         if mask is None and causal:
-            mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
-        return (scores if mask is None else self.mask_func(scores, mask)).softmax(-1)
+            mask = _later_keys(scores)
+        return _softmax(scores if mask is None else self.mask_func(scores, mask), offset)
+
+
+def _softmax(scores: Tensor, offset: Tensor | None) -> Tensor:
+    """Over the keys, and over one more of the score `offset` a head, whose probability is dropped."""
+    if offset is None:
+        return scores.softmax(-1)
+    sink = offset.to(scores).reshape(-1, 1, 1).expand(*scores.shape[:-1], 1)
+    return torch.cat((scores, sink), -1).softmax(-1)[..., :-1]
+
+
+def _later_keys(scores: Tensor) -> Tensor:
+    return torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
 
 
 def _outside_window(scores: Tensor, left: int, right: int) -> Tensor:

@@ -6,6 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfused.compat.megatron.mappings import find_group
+from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.layers import loss
 
 IGNORED = -100
@@ -49,3 +50,6 @@ def vocab_parallel_cross_entropy(
         reduction="none",
         group=group,
     )
+
+
+__getattr__ = names_of("megatron.core.tensor_parallel.cross_entropy")
