@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.kernels.operations import NAMES, cross_entropy, operations, results
+from tpfused.kernels.decode import decode_attention
 from tpfused.kernels.gated_act import gated_act
 from tpfused.kernels.softmax import scale_mask_softmax
 
@@ -19,6 +20,14 @@ def test_the_same_bits_every_time(name):
     first = results(function, inputs)
     for _ in range(5):
         assert all(map(torch.equal, results(function, inputs), first))
+
+
+def test_decoding_gives_the_same_bits():
+    q, k, v = (torch.randn(2, heads, 1, 72, device="cuda", dtype=torch.bfloat16) for heads in (6, 3, 3))
+    keys, values = torch.randn(2, 2, 3, 200, 72, device="cuda", dtype=torch.bfloat16)
+    slot = torch.tensor([130], device="cuda")
+    first = decode_attention(q, k, v, keys, values, slot, 200)
+    assert all(torch.equal(decode_attention(q, k, v, keys, values, slot, 200), first) for _ in range(5))
 
 
 @pytest.mark.parametrize("name", DIFFERENTIABLE)
