@@ -22,8 +22,8 @@ class Style(ParallelStyle):
 
     ``parallelize_module(model, mesh, {"layers.*.up": Style("colwise"), "layers.*.down": Style("rowwise")})``.
     Every rank gives the same weights, as to `parallelize`: unlike torch's own styles, which broadcast rank 0's, these
-    only check that they are. Parameters of modules without a style stay plain tensors. Tied ones stay tied where all
-    their modules have a style. All ranks draw the same dropout, between "colwise" and "rowwise" layers too.
+    only check that they are. Parameters of modules without a style stay plain tensors. Tied ones stay tied where
+    all their modules have a style. All ranks draw the same dropout, between "colwise" and "rowwise" layers too.
 
     Args:
         name: any style but "vocab_head", which is a whole model's: "colwise_gather" instead.
@@ -33,7 +33,7 @@ class Style(ParallelStyle):
     Raises:
         ValueError: an unknown style, and head counts that are no positive integers, or only the keys'; when it is
             applied, parameters of the module that differ between ranks, a module that it cannot be given to, and head
-            counts that do not divide.
+            counts that do not divide; on every rank, where it concerns one.
     """
 
     def __init__(self, name: str, *, num_heads: int | None = None, num_key_value_heads: int | None = None):
@@ -51,9 +51,10 @@ class Style(ParallelStyle):
         self.heads = None if num_heads is None else SimpleNamespace(**counts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        to = _conversion(module, device_mesh, self.heads)
         own = {name: param for name, param in module.named_parameters(recurse=False) if not is_dtensor(param)}
-        check_same(own, resolve_group(mesh=device_mesh))
-        return _apply(self.name, module, device_mesh, self.heads)
+        check_same(own, to.group, lambda: _check(self.name, module, to))
+        return _convert(self.name, module, to)
 
 
 def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, str]:
@@ -88,7 +89,9 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
             pass
 
         def install_forward(self, module, mesh):
-            return _apply(self.style, module, mesh, model)
+            to = _conversion(module, mesh, model)
+            _check(self.style, module, to)
+            return _convert(self.style, module, to)
 
     styles = match(model, resolve_plan(model, plan))
     styles = {name: "colwise_gather" if style == "vocab_head" else style for name, style in styles.items()}
@@ -112,9 +115,17 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
     return {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): f"tpfused_{style}" for name, style in styles.items()}
 
 
+def _conversion(module: nn.Module, mesh: DeviceMesh, heads: object) -> convert.Conversion:
+    return convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads))
+
+
+def _check(style: str, module: nn.Module, to: convert.Conversion) -> dict[str, str]:
+    name = type(module).__name__
+    convert.check_convertible(name, module, style, to)
+    return {name: style}
+
+
 @torch.no_grad()
-def _apply(style: str, module: nn.Module, mesh: DeviceMesh, heads: object) -> nn.Module:
-    to = convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads))
-    convert.check_convertible(type(module).__name__, module, style, to)
+def _convert(style: str, module: nn.Module, to: convert.Conversion) -> nn.Module:
     convert.STYLES[style](module, to)
     return module
