@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tpfused
 from tests.compare import assert_close, refuses
@@ -200,6 +201,55 @@ def test_torch_compile(workers, seed):
 @split
 def test_styles_for_torchs_parallelize_module(workers, tp, seed):
     workers.run(check_torch_styles, tp, seed)
+
+
+def check_dtensor_inputs(ctx, tp, seed):
+    """What torch's own styles leave before ours: a DTensor, laid out in whatever way."""
+    mesh, columns = ctx.mesh(tp), {"colwise": -1, "colwise_gather": None, "rowwise": None, "vocab_embedding": None}
+    for style, split_dim in {**columns, "replicate": None}.items():
+        torch.manual_seed(seed + ctx.rank // tp)
+        embedding = style == "vocab_embedding"
+        dense = (nn.Embedding(37, 12) if embedding else nn.Linear(8, 12)).to(ctx.device, torch.float64)
+        x = torch.rand(8, 8, dtype=torch.float64, device=ctx.device)
+        x = torch.randint(37, (8, 8), device=ctx.device) if embedding else x.requires_grad_()
+        expected = dense(x)
+        for layout in (Replicate(), Shard(0), Shard(1)):
+            layer = parallelize_module(copy.deepcopy(dense), mesh, Style(style))
+            part = distribute_tensor(x.detach(), mesh, [layout])
+            part = part if embedding else part.requires_grad_()
+            out = layer(part)
+            rank = mesh.get_local_rank()
+            own = expected if split_dim is None else expected.chunk(tp, split_dim)[rank]
+            assert_close(out, own.detach(), f"{style} of {layout}")
+            grads = torch.autograd.grad(expected.square().sum(), [*dense.parameters(), *([] if embedding else [x])])
+            expected = dense(x)
+            out.square().sum().backward()
+            for (name, param), grad in zip(dense.named_parameters(), grads, strict=False):
+                assert_close(whole(layer.get_parameter(name).grad, param), grad, f"{name} of {style} of {layout}")
+            if not embedding:
+                assert_close(part.grad.full_tensor(), grads[-1], f"the input of {style} of {layout}")
+
+
+@split
+def test_styles_take_what_torchs_own_leave(workers, tp, seed):
+    if workers.device == "cpu":
+        workers.run(check_dtensor_inputs, tp, seed)
+
+
+def check_without_communication(ctx, tp, seed):
+    torch.manual_seed(seed + ctx.rank)  # weights that differ: nobody has compared them
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(ctx.device)
+    own = model[1].bias.detach().clone()
+    parallelize_module(model, ctx.mesh(tp), {"0": Style("colwise"), "1": Style("rowwise")}, src_data_rank=None)
+    assert isinstance(model[0].weight, DTensor) and torch.equal(model[1].bias.to_local(), own)
+    torchs = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(ctx.device), ctx.mesh(tp), {"0": ColwiseParallel()})
+    with refuses(ValueError, "weight is a DTensor already"):
+        parallelize_module(torchs, ctx.mesh(tp), {"0": Style("colwise")})
+
+
+@split
+def test_styles_communicate_nothing_when_told_so(workers, tp, seed):
+    workers.run(check_without_communication, tp, seed)
 
 
 class Dropouts(nn.Module):

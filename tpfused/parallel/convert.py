@@ -19,6 +19,7 @@ from tpfused.parallel.layers import (
     compute_with_local,
 )
 from tpfused.parameter import LinearParameters, ParallelModule, empty_on
+from tpfused.placement import is_dtensor
 from tpfused.sharding import divide
 
 
@@ -145,6 +146,8 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
     if style in PARTS or style in SPLIT_ROWS or style in ("colwise_kv", "rowwise"):
         if "weight" not in module._parameters:
             raise ValueError(f"{name}: its weight is no parameter of its own; if parametrized, make that permanent")
+        if is_dtensor(module.weight):
+            raise ValueError(f"{name}: its weight is a DTensor already, {module.weight.placements}")
         dense = type(module).forward is nn.Linear.forward or _is_conv1d(module)
         if style != "vocab_embedding" and not dense:
             raise ValueError(

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfused.group import resolve_group
+from tpfused.group import TPGroup, resolve_group
 from tpfused.parallel import convert
 from tpfused.parallel.plan import match, resolve_plan
 from tpfused.parallel.same import check_same
@@ -22,7 +24,8 @@ class Style(ParallelStyle):
 
     ``parallelize_module(model, mesh, {"layers.*.up": Style("colwise"), "layers.*.down": Style("rowwise")})``.
     Every rank gives the same weights, as to `parallelize`: unlike torch's own styles, which broadcast rank 0's, these
-    only check that they are. Parameters of modules without a style stay plain tensors. Tied ones stay tied where
+    only check that they are (with ``src_data_rank=None`` not even that). Inputs may be DTensors, as other styles leave
+    them; outputs are local tensors. Parameters of modules without a style stay plain tensors. Tied ones stay tied where
     all their modules have a style. All ranks draw the same dropout, between "colwise" and "rowwise" layers too.
 
     Args:
@@ -53,7 +56,11 @@ class Style(ParallelStyle):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         to = _conversion(module, device_mesh, self.heads)
         own = {name: param for name, param in module.named_parameters(recurse=False) if not is_dtensor(param)}
-        check_same(own, to.group, lambda: _check(self.name, module, to))
+        # `parallelize_module` says by None that nothing is to be communicated.
+        alone = TPGroup(None, 0, 1) if self.src_data_rank is None else to.group
+        check_same(own, alone, lambda: _check(self.name, module, to))
+        if self.name in _INPUTS:
+            module.register_forward_pre_hook(partial(_local_inputs, _INPUTS[self.name]))
         return _convert(self.name, module, to)
 
 
@@ -113,6 +120,17 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
     for style in set(styles.values()):
         ALL_PARALLEL_STYLES.register(f"tpfused_{style}", Registered(style))
     return {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): f"tpfused_{style}" for name, style in styles.items()}
+
+
+# How a style's layer takes its input; the others are given what they are given.
+_INPUTS = {style: Replicate() for style in (*convert.LEAVE_SHARDED, "colwise_gather", "vocab_embedding", "replicate")}
+_INPUTS["rowwise"] = Shard(-1)
+
+
+def _local_inputs(placement: Placement, module: nn.Module, args: tuple) -> tuple:
+    """DTensors, which torch's own styles may leave (`PrepareModuleInput`, `SequenceParallel`), as this rank's part."""
+    laid_out = [arg.redistribute(placements=[placement]) if is_dtensor(arg) else arg for arg in args]
+    return tuple(arg.to_local(grad_placements=arg.placements) if is_dtensor(arg) else arg for arg in laid_out)
 
 
 def _conversion(module: nn.Module, mesh: DeviceMesh, heads: object) -> convert.Conversion:
