@@ -11,6 +11,7 @@ from torch import nn
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.parallel import convert, own, region
+from tpfused.parallel.lora import layer_of
 from tpfused.parallel.plan import match, resolve_plan
 from tpfused.parallel.same import check_same
 from tpfused.parallel.transformers import LOSSES, shard_logits
@@ -37,7 +38,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         mesh: one-dimensional.
         plan: "auto", or styles by patterns of module names: ``{"layers.*.mlp.up_proj": "colwise", ...}``. ``*`` stands
             for anything, and a pattern may leave the beginning of the name out, up to a dot. Modules that no pattern
-            matches are "replicate".
+            matches are "replicate". The style of a LoRA layer of peft is one for each of its parts.
 
     Styles (linear layers: `nn.Linear`, and transformers' Conv1D):
         "colwise": a linear layer's outputs are split, and stay so.
@@ -90,9 +91,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         if style == "vocab_head":
             shard_logits(model, modules[name])
     if region.has_dropout(model):
-        columns = {name: modules[name] for name, style in styles.items() if style in convert.LEAVE_SHARDED}
-        rows = {name: modules[name] for name, style in styles.items() if style == "rowwise"}
-        region.draw_apart(model, columns, rows)
+        columns = {layer_of(name, modules) for name, style in styles.items() if style in convert.LEAVE_SHARDED}
+        rows = {layer_of(name, modules) for name, style in styles.items() if style == "rowwise"}
+        region.draw_apart(model, columns, rows, group)
     return model
 
 
