@@ -116,6 +116,53 @@ def check_custom(ctx, tp, seed):
     check_same(ctx, dense, model)
 
 
+class OtherNames(Attention):
+    """The counts under the names that other code bases give them: torchtitan's and torchtune's."""
+
+    def __init__(self, heads, kv_heads, kv_count):
+        super().__init__()
+        del self.num_heads, self.num_key_value_heads
+        for layer in (self.k, self.v):
+            layer.weight = nn.Parameter(layer.weight[: kv_count * WIDTH].detach().clone())
+        self.k.bias = nn.Parameter(self.k.bias[: kv_count * WIDTH].detach().clone())
+        self.names = heads, kv_heads
+        setattr(self, heads, HEADS)
+        setattr(self, kv_heads, kv_count)
+        self.n_rep = HEADS // kv_count
+
+    def forward(self, x):
+        heads, kv_heads = (getattr(self, name) for name in self.names)
+        q, k, v = (
+            layer(x).unflatten(-1, (count, WIDTH)).transpose(1, 2)
+            for layer, count in ((self.q, heads), (self.k, kv_heads), (self.v, kv_heads))
+        )
+        k, v = (part.repeat_interleave(self.n_rep, 1) for part in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def check_other_names(ctx, tp, seed):
+    plan = {"0": "attention", "q": "colwise", "k": "colwise_kv", "v": "colwise_kv", "out": "rowwise"}
+    for names in (("n_heads", "n_kv_heads"), ("num_heads", "num_kv_heads")):
+        for kv_count in (1, 2):
+            torch.manual_seed(seed + ctx.rank // tp)
+            dense = nn.Sequential(OtherNames(*names, kv_count)).to(ctx.device, torch.float64)
+            model = tpfused.parallelize(copy.deepcopy(dense), ctx.mesh(tp), plan)
+            x = torch.randn(2, 7, 20, dtype=torch.float64, device=ctx.device)
+            expected, actual = dense(x), model(x)
+            assert_close(actual, expected.detach(), f"{names} of {kv_count}")
+            expected.square().mean().backward()
+            actual.square().mean().backward()
+            found = dict(model.named_parameters())
+            for name, param in dense.named_parameters():
+                if param.grad is not None:
+                    assert_close(whole(found[name].grad, param), param.grad, name)
+
+
+@split
+def test_head_counts_under_other_names(workers, tp, seed):
+    workers.run(check_other_names, tp, seed)
+
+
 def check_same(ctx, dense, model):
     ids = torch.randint(37, (2, 7), device=ctx.device)
     grad = torch.randn(2, 7, 37, dtype=torch.float64, device=ctx.device)
