@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 
@@ -18,8 +19,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfused.checkpoint import check_state, model_entries, save_entry
+from tpfused.parallel.same import check_alike, failure_of, raise_together
 from tpfused.parameter import check_size, empty_on
-from tpfused.placement import local
+from tpfused.placement import local, shard_info, whole_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -33,7 +35,8 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     Besides the model, this takes the memory of one parameter's part. Names are the dense model's (those of
     transformers for a model from `parallelize`); a transformers checkpoint may lack or have the base model's prefix,
-    and hold a tied parameter under any of its names. Dtypes are the model's. Not collective.
+    and hold a tied parameter under any of its names. Dtypes are the model's. All ranks
+    that the model is split over call it: none loads anything unless each can.
 
     What is on the meta device is made first: DTensors on their mesh's devices, other tensors on `device` (None: torch's
     default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does. Such
@@ -42,16 +45,44 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
         ValueError: tensors are missing, not the model's, or of another shape (all are listed), or in two files; a file
-            that is broken; buffers on the meta device that cannot be computed. Nothing has been loaded then.
+            that is broken; buffers on the meta device that cannot be computed.
+
+        On every rank, where it concerns one. Nothing has been loaded then, on any.
     """
     with ExitStack() as files:
-        found = _by_names_of(model, _open(Path(path), files))
-        expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
-        check_state(found, expected)
-        _compute_buffers(model, device)
+        found: dict[str, StoredTensor] = {}
+        failure = failure_of(lambda: found.update(_found(model, path, device, files)))
+        raise_together(failure, _groups_of(model))
         _leave_meta(model, device)
         for entry in model_entries(model):
             local(entry.tensor).copy_(entry.read([found[name] for name in entry.names]))
+
+
+def _found(
+    model: nn.Module, path: str | Path, device: torch.device | str | None, files: ExitStack
+) -> dict[str, StoredTensor]:
+    """All that the model needs, and nothing else, by its names; buffers that are in no checkpoint are computed."""
+    found = _by_names_of(model, _open(Path(path), files))
+    expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
+    check_state(found, expected)
+    _compute_buffers(model, device)
+    return found
+
+
+def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Over which the model's parameters are split or repeated: all that connect its ranks, in one order on each."""
+    found: dict[dist.ProcessGroup, set[int]] = {}
+    for param in model.parameters():
+        mesh, info = getattr(param, "device_mesh", None), shard_info(param)
+        groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
+        groups += [] if info is None or info.group.process_group is None else [info.group.process_group]
+        found |= {group: set(dist.get_process_group_ranks(group)) for group in groups}
+    # Large ones first: those of key-value heads, say, are inside the group of all the model.
+    kept: dict[dist.ProcessGroup, set[int]] = {}
+    for group, ranks in sorted(found.items(), key=lambda item: -len(item[1])):
+        if len(ranks) > 1 and not any(ranks <= others for others in kept.values()):
+            kept[group] = ranks
+    return list(kept)
 
 
 @torch.no_grad()
@@ -64,42 +95,41 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     is whole there, and other files stay.
 
     Raises:
-        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer.
-        OSError, on all ranks: rank 0 could not write. The earlier checkpoint is still there then.
+        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, models that
+            differ between ranks.
+        OSError: rank 0 could not write. The earlier checkpoint is still there then.
+
+        On every rank, where it concerns one.
     """
-    check_size(max_file_bytes, "max_file_bytes")
-    on_meta = [entry.names[0] for entry in model_entries(model) if entry.tensor.is_meta]
-    if on_meta:
-        raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save")
+    if dist.is_initialized():
+        check_alike(partial(_savable, model, max_file_bytes), dist.group.WORLD)
+    else:
+        _savable(model, max_file_bytes)
     writer = _Writer(Path(path), max_file_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
     failure = None
     for entry in model_entries(model):
         state: dict[str, Tensor] = {}
         # After a failure rank 0 still gathers, which all ranks do together.
-        failed = _failure_of(save_entry, entry, entry.tensor, entry.names, state)
+        failed = failure_of(save_entry, entry, entry.tensor, entry.names, state)
         if writer is not None and failed is None and failure is None:
-            failed = _failure_of(writer.add, state)
+            failed = failure_of(writer.add, state)
         failure = failure or failed
     if writer is not None and failure is None:
         configs = (getattr(model, name, None) for name in ("config", "generation_config"))
-        failure = _failure_of(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
+        failure = failure_of(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
     if writer is not None:
         writer.clean_up()
-    if dist.is_initialized():
-        told = [None if failure is None else f"{type(failure).__name__}: {failure}"]
-        dist.broadcast_object_list(told, src=0)
-        if told[0] is not None and failure is None:
-            failure = OSError(f"rank 0 could not write {path}: {told[0]}")
-    if failure is not None:
-        raise failure
+    raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [])
 
 
-def _failure_of(step: Callable[..., None], *args: object) -> Exception | None:
-    try:
-        step(*args)
-    except Exception as error:
-        return error
-    return None
+def _savable(model: nn.Module, max_file_bytes: int) -> list[str]:
+    """What is in the model, in words."""
+    check_size(max_file_bytes, "max_file_bytes")
+    entries = list(model_entries(model))
+    on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
+    if on_meta:
+        raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save")
+    return [f"{entry.names[0]} {list(whole_shape(entry.tensor))} {entry.tensor.dtype}" for entry in entries]
 
 
 class StoredTensor:

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor.parallel import parallelize_module
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tpfused
 from tests.compare import assert_close, refuses
@@ -115,6 +116,53 @@ def check_custom(ctx, tp, seed):
     check_same(ctx, dense, model)
 
 
+class OtherNames(Attention):
+    """The counts under the names that other code bases give them: torchtitan's and torchtune's."""
+
+    def __init__(self, heads, kv_heads, kv_count):
+        super().__init__()
+        del self.num_heads, self.num_key_value_heads
+        for layer in (self.k, self.v):
+            layer.weight = nn.Parameter(layer.weight[: kv_count * WIDTH].detach().clone())
+        self.k.bias = nn.Parameter(self.k.bias[: kv_count * WIDTH].detach().clone())
+        self.names = heads, kv_heads
+        setattr(self, heads, HEADS)
+        setattr(self, kv_heads, kv_count)
+        self.n_rep = HEADS // kv_count
+
+    def forward(self, x):
+        heads, kv_heads = (getattr(self, name) for name in self.names)
+        q, k, v = (
+            layer(x).unflatten(-1, (count, WIDTH)).transpose(1, 2)
+            for layer, count in ((self.q, heads), (self.k, kv_heads), (self.v, kv_heads))
+        )
+        k, v = (part.repeat_interleave(self.n_rep, 1) for part in (k, v))
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+def check_other_names(ctx, tp, seed):
+    plan = {"0": "attention", "q": "colwise", "k": "colwise_kv", "v": "colwise_kv", "out": "rowwise"}
+    for names in (("n_heads", "n_kv_heads"), ("num_heads", "num_kv_heads")):
+        for kv_count in (1, 2):
+            torch.manual_seed(seed + ctx.rank // tp)
+            dense = nn.Sequential(OtherNames(*names, kv_count)).to(ctx.device, torch.float64)
+            model = tpfused.parallelize(copy.deepcopy(dense), ctx.mesh(tp), plan)
+            x = torch.randn(2, 7, 20, dtype=torch.float64, device=ctx.device)
+            expected, actual = dense(x), model(x)
+            assert_close(actual, expected.detach(), f"{names} of {kv_count}")
+            expected.square().mean().backward()
+            actual.square().mean().backward()
+            found = dict(model.named_parameters())
+            for name, param in dense.named_parameters():
+                if param.grad is not None:
+                    assert_close(whole(found[name].grad, param), param.grad, name)
+
+
+@split
+def test_head_counts_under_other_names(workers, tp, seed):
+    workers.run(check_other_names, tp, seed)
+
+
 def check_same(ctx, dense, model):
     ids = torch.randint(37, (2, 7), device=ctx.device)
     grad = torch.randn(2, 7, 37, dtype=torch.float64, device=ctx.device)
@@ -200,6 +248,55 @@ def test_torch_compile(workers, seed):
 @split
 def test_styles_for_torchs_parallelize_module(workers, tp, seed):
     workers.run(check_torch_styles, tp, seed)
+
+
+def check_dtensor_inputs(ctx, tp, seed):
+    """What torch's own styles leave before ours: a DTensor, laid out in whatever way."""
+    mesh, columns = ctx.mesh(tp), {"colwise": -1, "colwise_gather": None, "rowwise": None, "vocab_embedding": None}
+    for style, split_dim in {**columns, "replicate": None}.items():
+        torch.manual_seed(seed + ctx.rank // tp)
+        embedding = style == "vocab_embedding"
+        dense = (nn.Embedding(37, 12) if embedding else nn.Linear(8, 12)).to(ctx.device, torch.float64)
+        x = torch.rand(8, 8, dtype=torch.float64, device=ctx.device)
+        x = torch.randint(37, (8, 8), device=ctx.device) if embedding else x.requires_grad_()
+        expected = dense(x)
+        for layout in (Replicate(), Shard(0), Shard(1)):
+            layer = parallelize_module(copy.deepcopy(dense), mesh, Style(style))
+            part = distribute_tensor(x.detach(), mesh, [layout])
+            part = part if embedding else part.requires_grad_()
+            out = layer(part)
+            rank = mesh.get_local_rank()
+            own = expected if split_dim is None else expected.chunk(tp, split_dim)[rank]
+            assert_close(out, own.detach(), f"{style} of {layout}")
+            grads = torch.autograd.grad(expected.square().sum(), [*dense.parameters(), *([] if embedding else [x])])
+            expected = dense(x)
+            out.square().sum().backward()
+            for (name, param), grad in zip(dense.named_parameters(), grads, strict=False):
+                assert_close(whole(layer.get_parameter(name).grad, param), grad, f"{name} of {style} of {layout}")
+            if not embedding:
+                assert_close(part.grad.full_tensor(), grads[-1], f"the input of {style} of {layout}")
+
+
+@split
+def test_styles_take_what_torchs_own_leave(workers, tp, seed):
+    if workers.device == "cpu":
+        workers.run(check_dtensor_inputs, tp, seed)
+
+
+def check_without_communication(ctx, tp, seed):
+    torch.manual_seed(seed + ctx.rank)  # weights that differ: nobody has compared them
+    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(ctx.device)
+    own = model[1].bias.detach().clone()
+    parallelize_module(model, ctx.mesh(tp), {"0": Style("colwise"), "1": Style("rowwise")}, src_data_rank=None)
+    assert isinstance(model[0].weight, DTensor) and torch.equal(model[1].bias.to_local(), own)
+    torchs = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(ctx.device), ctx.mesh(tp), {"0": ColwiseParallel()})
+    with refuses(ValueError, "weight is a DTensor already"):
+        parallelize_module(torchs, ctx.mesh(tp), {"0": Style("colwise")})
+
+
+@split
+def test_styles_communicate_nothing_when_told_so(workers, tp, seed):
+    workers.run(check_without_communication, tp, seed)
 
 
 class Dropouts(nn.Module):

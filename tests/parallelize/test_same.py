@@ -5,6 +5,7 @@ from collections import OrderedDict
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import tpfused
@@ -52,6 +53,7 @@ CHANGES = {
     lose: r"rank 0 is \(extra.weight .* rank \d \(last.weight",
     lambda model: model.extra.to("meta"): r"extra.weight \[8, 8\] float32, with values.*, on the meta device",
     lambda model: model.extra.double(): r"extra.weight \[8, 8\] float32.* float64",
+    lambda model: model.extra.requires_grad_(False): r"extra.weight \[8, 8\] float32, with values\), of .* frozen\)",
     lambda model: model.to("meta"): r"norm.weight \[8\] float32, with values.*, on the meta device",
 }
 
@@ -83,3 +85,121 @@ def check_different(ctx, seed):
 
 def test_models_that_differ_between_ranks(workers, seed):
     workers.run(check_different, seed)
+
+
+class Doubled(nn.Linear):
+    """The parameters of an nn.Linear, and another forward."""
+
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Unlike(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.lstm = nn.LSTM(8, 8)
+
+
+PLAN = {"extra": "colwise_gather"}
+
+
+def double(model):
+    model.extra.__class__ = Doubled
+    return model, PLAN
+
+
+# What the last rank alone is given, from a model as the others' -> the error, and what both it and the others say.
+REFUSED = {
+    lambda model: (model, {"extras": "colwise_gather"}): (ValueError, "match no module of Sequential: 'extras'"),
+    lambda model: (model, {"extra": "colwize"}): (ValueError, "unknown styles.*colwize"),
+    lambda model: (model, "automatic"): (TypeError, "'automatic'"),
+    lambda model: (model, "auto"): (ValueError, "knows no place for"),
+    lambda model: (model, {"norm": "colwise"}): (ValueError, "norm is a LayerNorm"),
+    double: (ValueError, "extra is a Doubled"),
+    lambda model: (Unlike(), PLAN): (ValueError, "lstm is a torch.nn.LSTM"),
+    lambda model: (None, PLAN): (TypeError, "nn.Module, not None"),
+    lambda model: (nn.Sequential(tpfused.ColumnParallelLinear(8, 8, group=ALONE)), PLAN): (
+        ValueError,
+        "0 is one of this package's parallel layers already",
+    ),
+}
+
+
+def check_refused_on_one(ctx, seed):
+    """Each of these the last rank finds out by itself: the others hear of it, and name that rank."""
+    mesh, last = ctx.mesh(ctx.world), ctx.rank == ctx.world - 1
+    for change, (kind, told) in REFUSED.items():
+        torch.manual_seed(seed)
+        model, plan = dense_model(ctx.device), PLAN
+        if last:
+            model, plan = change(model)
+        with pytest.raises((kind, ValueError), match=told) as error:
+            tpfused.parallelize(model, mesh, plan)
+        if not last:
+            assert f"rank {ctx.world - 1} raised {kind.__name__}: " in str(error.value)
+            assert not any(hasattr(p, "placements") for p in model.parameters())
+
+    torch.manual_seed(seed)
+    with pytest.raises(
+        ValueError, match=rf"extra is 'colwise' on rank 0, but 'colwise_gather' on rank {ctx.world - 1}"
+    ):
+        tpfused.parallelize(dense_model(ctx.device), mesh, PLAN if last else {"extra": "colwise"})
+
+    for style, layer, told in (("rowwise", nn.Linear, "different styles"), ("colwise", Doubled, "is a Doubled")):
+        torch.manual_seed(seed)
+        model = nn.Sequential(layer(8, 8) if last else nn.Linear(8, 8))
+        with pytest.raises(ValueError, match=told):
+            parallelize_module(model, mesh, {"0": Style(style if last else "colwise")})
+        assert not hasattr(model[0].weight, "placements")
+
+    config = tpfused.TransformerConfig(37, 8, 1, num_heads=4, ffn_size=16, max_positions=16)
+    model = tpfused.ParallelTransformer(config, group=ALONE)
+    if last:
+        model.norm.double()
+    with pytest.raises(ValueError, match="float64"):
+        tpfused.parallelize(model, mesh)
+
+
+def test_what_one_rank_is_refused_all_hear_of(workers, seed):
+    if workers.world > 1:
+        workers.run(check_refused_on_one, seed)
+
+
+def columns(**place) -> nn.Module:
+    return nn.Sequential(*(tpfused.ColumnParallelLinear(4, 8, **place) for _ in range(2)))
+
+
+def check_files(ctx, folder, seed):
+    """A checkpoint that one rank cannot read, or a model that one cannot save: nobody waits for it."""
+    grid, last = ctx.grid(ctx.world // 2 or 1), ctx.rank == ctx.world - 1
+    told = f"rank {ctx.world - 1} raised " * (not last)
+    torch.manual_seed(seed)
+    model = columns(mesh=grid["tp"])
+    if ctx.world > 1:
+        fully_shard(model, mesh=grid["dp"])
+    tpfused.save_sharded(model, folder)
+    nn.init.zeros_(model[0].bias)
+    with pytest.raises(FileNotFoundError, match=f"{told}.*nowhere"):
+        tpfused.load_sharded(model, folder / "nowhere" if last else folder)
+    assert not model[0].bias.to_local().any(), "the others have loaded"
+    with pytest.raises(ValueError, match=f"(?s){told}.*2.weight"):
+        if last:
+            model.append(nn.Linear(2, 2))
+        tpfused.load_sharded(model, folder)
+
+    plain = columns(group=ctx.group(ctx.world))
+    with pytest.raises(FileNotFoundError, match=f"{told}.*nowhere"):
+        tpfused.load_sharded(plain, folder / "nowhere" if last else folder)
+
+    with pytest.raises(TypeError, match=f"{told}.*5GB"):
+        tpfused.save_sharded(plain, folder, **({"max_file_bytes": "5GB"} if last else {}))
+    with pytest.raises(ValueError, match=rf"parameter 2 of 4 on rank 0 is .*, of 2 on rank {ctx.world - 1} "):
+        tpfused.save_sharded(plain[:1] if last else plain, folder)
+    with pytest.raises(OSError, match=r"rank 0 raised (File|NotADir)" if ctx.rank else "model.safetensors"):
+        tpfused.save_sharded(plain, folder / "model.safetensors")
+
+
+def test_files_that_one_rank_cannot_read_or_write(workers, seed, tmp_path):
+    pytest.importorskip("safetensors")
+    if workers.world > 1:
+        workers.run(check_files, tmp_path, seed)

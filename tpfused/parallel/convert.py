@@ -19,6 +19,7 @@ from tpfused.parallel.layers import (
     compute_with_local,
 )
 from tpfused.parameter import LinearParameters, ParallelModule, empty_on
+from tpfused.placement import is_dtensor
 from tpfused.sharding import divide
 
 
@@ -78,11 +79,11 @@ def attention(module: nn.Module, to: Conversion) -> None:
     ranks = to.group.size
     heads, kv_heads = head_counts(module, to.heads)
     own = heads // ranks, max(1, kv_heads // ranks)
-    local = {"num_heads": own[0], "num_attention_heads": own[0], "n_head": own[0], "num_key_value_heads": own[1]}
+    local = dict.fromkeys(_HEADS, own[0]) | dict.fromkeys(_KV_HEADS, own[1])
     for name in ("split_size", "all_head_size"):  # GPT-2's and BERT's: features of all query heads
         if hasattr(module, name):
             local[name] = getattr(module, name) // ranks
-    local["num_key_value_groups"] = own[0] // own[1]
+    local |= dict.fromkeys(("num_key_value_groups", "n_rep"), own[0] // own[1])  # query heads to a head of keys
     for name, value in local.items():
         if name in vars(module):
             setattr(module, name, value)
@@ -121,7 +122,8 @@ STYLES: dict[str, Callable[[nn.Module, Conversion], None]] = {
     "vocab_embedding": vocab_embedding,
     "vocab_head": lambda module, to: colwise(module, to, gather_output=True),
 }
-_HEADS = ("num_attention_heads", "num_heads", "n_head")
+_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
+_KV_HEADS = ("num_key_value_heads", "num_kv_heads", "n_kv_heads")
 LEAVE_SHARDED = ("colwise", "colwise_kv", "fused_gate_up", "fused_qkv")  # the output is this rank's part
 SPLIT_ROWS = ("colwise", "colwise_gather", "vocab_embedding", "vocab_head")  # the same rows of a weight [rows, ...]
 
@@ -145,6 +147,8 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
     if style in PARTS or style in SPLIT_ROWS or style in ("colwise_kv", "rowwise"):
         if "weight" not in module._parameters:
             raise ValueError(f"{name}: its weight is no parameter of its own; if parametrized, make that permanent")
+        if is_dtensor(module.weight):
+            raise ValueError(f"{name}: its weight is a DTensor already, {module.weight.placements}")
         dense = type(module).forward is nn.Linear.forward or _is_conv1d(module)
         if style != "vocab_embedding" and not dense:
             raise ValueError(
@@ -179,7 +183,7 @@ def head_counts(module: nn.Module, source: object) -> tuple[int, int]:
             f"theirs has {', '.join(_HEADS)}"
         )
     heads = next(getattr(source, name) for name in _HEADS if hasattr(source, name))
-    return heads, getattr(source, "num_key_value_heads", None) or heads
+    return heads, next((getattr(source, name) for name in _KV_HEADS if getattr(source, name, None)), heads)
 
 
 def check_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:

@@ -13,12 +13,13 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 
-def check(model: ParallelTransformer, ranks: int) -> None:
-    """Refuse sizes that cannot be split over the ranks, and parameters of several dtypes."""
+def check(model: ParallelTransformer, ranks: int) -> dict[str, str]:
+    """Refuse sizes that cannot be split over the ranks, and parameters of several dtypes. -> No styles."""
     model.config.check(ranks)
     dtypes = {param.dtype for param in model.parameters()}
     if len(dtypes) > 1:
         raise ValueError(f"the model's parameters must have one dtype, not {', '.join(sorted(map(str, dtypes)))}")
+    return {}
 
 
 @torch.no_grad()

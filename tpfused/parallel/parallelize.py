@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import nn
 
-from tpfused.group import resolve_group
+from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.parallel import convert, own, region
+from tpfused.parallel.lora import layer_of
 from tpfused.parallel.plan import match, resolve_plan
 from tpfused.parallel.same import check_same
 from tpfused.parallel.transformers import LOSSES, shard_logits
@@ -36,7 +38,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         mesh: one-dimensional.
         plan: "auto", or styles by patterns of module names: ``{"layers.*.mlp.up_proj": "colwise", ...}``. ``*`` stands
             for anything, and a pattern may leave the beginning of the name out, up to a dot. Modules that no pattern
-            matches are "replicate".
+            matches are "replicate". The style of a LoRA layer of peft is one for each of its parts.
 
     Styles (linear layers: `nn.Linear`, and transformers' Conv1D):
         "colwise": a linear layer's outputs are split, and stay so.
@@ -60,26 +62,20 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     Raises:
         ValueError: a mesh that is not one-dimensional, an architecture that "auto" does not know (the error lists what
             it cannot place, and shows a plan), a pattern that matches nothing, an unknown style, head counts that do
-            not divide, a model that is parallel already or otherwise built of this package's layers; on every rank,
-            models or weights that differ between ranks. The model is unchanged then.
-        TypeError: no mesh, or a plan that is neither "auto" nor a mapping.
+            not divide, a model that is parallel already or otherwise built of this package's layers; models, weights
+            or styles that differ between ranks. The model is unchanged then.
+        TypeError: no mesh, no module, or a plan that is neither "auto" nor a mapping.
+
+        All but what concerns the mesh on every rank, where it concerns one.
     """
     group = resolve_group(mesh=_checked(mesh))
+    params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     if isinstance(model, ParallelTransformer) and model.group.process_group is None and plan == "auto":
-        check_same(dict(model.named_parameters()), group)
-        own.check(model, group.size)
+        check_same(params, group, partial(own.check, model, group.size))
         own.split(model, mesh, convert.Conversion(group).device)
         return model
-    _check_model(model)
-    # Before the checks that one rank's model may fail alone: the other ranks would wait for it here.
-    check_same(dict(model.named_parameters()), group)
-    styles = match(model, resolve_plan(model, plan))
-    modules = dict(model.named_modules())
-    to = {name: convert.Conversion(group, convert.knows_heads(*_upwards(modules, name))) for name in modules}
-    for name, style in styles.items():
-        convert.check_convertible(name, modules[name], style, to[name])
-    _check_heads(model, styles)
-    _check_ties(modules, styles)
+    styles = check_same(params, group, partial(_check, model, plan, group))
+    modules, to = _conversions(model, group)
 
     # What a module counts may be its projections' to read: it comes after them.
     for name in sorted(styles, key=lambda name: styles[name] == "attention"):
@@ -95,10 +91,28 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         if style == "vocab_head":
             shard_logits(model, modules[name])
     if region.has_dropout(model):
-        columns = {name: modules[name] for name, style in styles.items() if style in convert.LEAVE_SHARDED}
-        rows = {name: modules[name] for name, style in styles.items() if style == "rowwise"}
-        region.draw_apart(model, columns, rows)
+        columns = {layer_of(name, modules) for name, style in styles.items() if style in convert.LEAVE_SHARDED}
+        rows = {layer_of(name, modules) for name, style in styles.items() if style == "rowwise"}
+        region.draw_apart(model, columns, rows, group)
     return model
+
+
+def _check(model: nn.Module, plan: str | Mapping[str, str], group: TPGroup) -> dict[str, str]:
+    """The style of each module that has one, of what can be parallelized. This rank's own affair: no collective."""
+    _check_model(model)
+    styles = match(model, resolve_plan(model, plan))
+    modules, to = _conversions(model, group)
+    for name, style in styles.items():
+        convert.check_convertible(name, modules[name], style, to[name])
+    _check_heads(model, styles)
+    _check_ties(modules, styles)
+    return styles
+
+
+def _conversions(model: nn.Module, group: TPGroup) -> tuple[dict[str, nn.Module], dict[str, convert.Conversion]]:
+    """All modules by name, and where each goes."""
+    modules = dict(model.named_modules())
+    return modules, {name: convert.Conversion(group, convert.knows_heads(*_upwards(modules, name))) for name in modules}
 
 
 def _no_save_pretrained(*args, **kwargs) -> None:
@@ -127,6 +141,8 @@ def _check_model(model: nn.Module) -> None:
     """Refuse what is parallel already, and modules that use parameters elsewhere than in the forward of their owner."""
     from torch.distributed.tensor import DTensor
 
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, not {model!r}")
     for name, module in model.named_modules():
         if isinstance(module, ParallelModule):
             raise ValueError(

@@ -10,6 +10,7 @@ from fnmatch import fnmatchcase
 from torch import nn
 
 from tpfused.parallel.convert import STYLES
+from tpfused.parallel.lora import is_lora, styles_of_parts
 
 _DECODER = {
     "embed_tokens": "vocab_embedding",
@@ -111,12 +112,14 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Mapping[str
 
 
 def match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
-    """The style of each module that some pattern of the plan matches.
+    """The style of each module that some pattern of the plan matches; of a LoRA layer, those of its parts.
 
     Raises:
-        ValueError: a pattern that matches nothing, or two that give one module different styles.
+        ValueError: a pattern that matches nothing, or two that give one module different styles; a LoRA layer that
+            cannot have the style.
     """
-    names = [name for name, _ in model.named_modules()]
+    modules = dict(model.named_modules())
+    names = list(modules)
     found: dict[str, str] = {}
     unused = []
     for pattern, style in plan.items():
@@ -129,6 +132,12 @@ def match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
                 raise ValueError(f"two patterns of the plan match {name}: its style is {found[name]!r} or {style!r}")
     if unused:
         raise ValueError(f"patterns of the plan that match no module of {type(model).__name__}: {', '.join(unused)}")
+    of_parts = {
+        name: styles_of_parts(name, modules[name], style) for name, style in found.items() if is_lora(modules[name])
+    }
+    for name, styles in of_parts.items():
+        del found[name]
+        found = styles | found  # where the plan names a part itself, that counts
     return found
 
 

@@ -8,23 +8,32 @@ from functools import partial
 from torch import nn
 
 from tpfused.group import TPGroup
+from tpfused.parallel.lora import is_lora
 from tpfused.random import rank_rng
 
 _open: dict[object, AbstractContextManager] = {}  # by process group: there is one default generator
 
 
-def draw_apart(model: nn.Module, columns: dict[str, nn.Module], rows: dict[str, nn.Module]) -> None:
+def draw_apart(model: nn.Module, columns: set[str], rows: set[str], group: TPGroup) -> None:
     """From the output of a column-parallel layer on, this rank's own stream; the common one again from a row-parallel
     layer on, and when the module that the column-parallel layer is a part of returns or raises.
+
+    A LoRA layer has dropout of its own: on its input, which is whole before columns, and split before rows.
     """
+    modules = dict(model.named_modules())
     # Functions by name, not closures, so that the model can be pickled.
-    for layer in columns.values():
-        layer.register_forward_hook(_enter)
-    for layer in rows.values():
-        layer.register_forward_pre_hook(_leave_before)
+    enter, leave_before, leave_after = (partial(step, group) for step in (_enter, _leave_before, _leave_after))
+    for name in columns:
+        if is_lora(modules[name]):
+            modules[name].register_forward_pre_hook(leave_before)
+        modules[name].register_forward_hook(enter)
+    for name in rows:
+        if is_lora(modules[name]):
+            modules[name].register_forward_hook(leave_after)
+        else:
+            modules[name].register_forward_pre_hook(leave_before)
     for parent in {name.rpartition(".")[0] for name in columns}:
-        group = next(layer.group for name, layer in columns.items() if name.rpartition(".")[0] == parent)
-        model.get_submodule(parent).register_forward_hook(partial(_leave_after, group), always_call=True)
+        model.get_submodule(parent).register_forward_hook(leave_after, always_call=True)
 
 
 def has_dropout(model: nn.Module) -> bool:
@@ -37,15 +46,14 @@ def has_dropout(model: nn.Module) -> bool:
     return False
 
 
-def _enter(layer: nn.Module, args: tuple, output) -> None:
-    group = layer.group.process_group
-    if layer.training and group not in _open:
-        _open[group] = rank_rng(layer.group, output.device)
-        _open[group].__enter__()
+def _enter(group: TPGroup, layer: nn.Module, args: tuple, output) -> None:
+    if layer.training and group.process_group not in _open:
+        _open[group.process_group] = rank_rng(group, output.device)
+        _open[group.process_group].__enter__()
 
 
-def _leave_before(row: nn.Module, args: tuple) -> None:
-    _leave(row.group)
+def _leave_before(group: TPGroup, module: nn.Module, args: tuple) -> None:
+    _leave(group)
 
 
 def _leave_after(group: TPGroup, module: nn.Module, args: tuple, output) -> None:

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from types import SimpleNamespace
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
 
-from tpfused.group import resolve_group
+from tpfused.group import TPGroup, resolve_group
 from tpfused.parallel import convert
 from tpfused.parallel.plan import match, resolve_plan
 from tpfused.parallel.same import check_same
@@ -22,8 +24,9 @@ class Style(ParallelStyle):
 
     ``parallelize_module(model, mesh, {"layers.*.up": Style("colwise"), "layers.*.down": Style("rowwise")})``.
     Every rank gives the same weights, as to `parallelize`: unlike torch's own styles, which broadcast rank 0's, these
-    only check that they are. Parameters of modules without a style stay plain tensors. Tied ones stay tied where all
-    their modules have a style. All ranks draw the same dropout, between "colwise" and "rowwise" layers too.
+    only check that they are (with ``src_data_rank=None`` not even that). Inputs may be DTensors, as other styles leave
+    them; outputs are local tensors. Parameters of modules without a style stay plain tensors. Tied ones stay tied where
+    all their modules have a style. All ranks draw the same dropout, between "colwise" and "rowwise" layers too.
 
     Args:
         name: any style but "vocab_head", which is a whole model's: "colwise_gather" instead.
@@ -33,7 +36,7 @@ class Style(ParallelStyle):
     Raises:
         ValueError: an unknown style, and head counts that are no positive integers, or only the keys'; when it is
             applied, parameters of the module that differ between ranks, a module that it cannot be given to, and head
-            counts that do not divide.
+            counts that do not divide; on every rank, where it concerns one.
     """
 
     def __init__(self, name: str, *, num_heads: int | None = None, num_key_value_heads: int | None = None):
@@ -51,9 +54,14 @@ class Style(ParallelStyle):
         self.heads = None if num_heads is None else SimpleNamespace(**counts)
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
+        to = _conversion(module, device_mesh, self.heads)
         own = {name: param for name, param in module.named_parameters(recurse=False) if not is_dtensor(param)}
-        check_same(own, resolve_group(mesh=device_mesh))
-        return _apply(self.name, module, device_mesh, self.heads)
+        # `parallelize_module` says by None that nothing is to be communicated.
+        alone = TPGroup(None, 0, 1) if self.src_data_rank is None else to.group
+        check_same(own, alone, lambda: _check(self.name, module, to))
+        if self.name in _INPUTS:
+            module.register_forward_pre_hook(partial(_local_inputs, _INPUTS[self.name]))
+        return _convert(self.name, module, to)
 
 
 def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, str]:
@@ -88,7 +96,9 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
             pass
 
         def install_forward(self, module, mesh):
-            return _apply(self.style, module, mesh, model)
+            to = _conversion(module, mesh, model)
+            _check(self.style, module, to)
+            return _convert(self.style, module, to)
 
     styles = match(model, resolve_plan(model, plan))
     styles = {name: "colwise_gather" if style == "vocab_head" else style for name, style in styles.items()}
@@ -112,9 +122,28 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
     return {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): f"tpfused_{style}" for name, style in styles.items()}
 
 
+# How a style's layer takes its input; the others are given what they are given.
+_INPUTS = {style: Replicate() for style in (*convert.LEAVE_SHARDED, "colwise_gather", "vocab_embedding", "replicate")}
+_INPUTS["rowwise"] = Shard(-1)
+
+
+def _local_inputs(placement: Placement, module: nn.Module, args: tuple) -> tuple:
+    """DTensors, which torch's own styles may leave (`PrepareModuleInput`, `SequenceParallel`), as this rank's part."""
+    laid_out = [arg.redistribute(placements=[placement]) if is_dtensor(arg) else arg for arg in args]
+    return tuple(arg.to_local(grad_placements=arg.placements) if is_dtensor(arg) else arg for arg in laid_out)
+
+
+def _conversion(module: nn.Module, mesh: DeviceMesh, heads: object) -> convert.Conversion:
+    return convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads))
+
+
+def _check(style: str, module: nn.Module, to: convert.Conversion) -> dict[str, str]:
+    name = type(module).__name__
+    convert.check_convertible(name, module, style, to)
+    return {name: style}
+
+
 @torch.no_grad()
-def _apply(style: str, module: nn.Module, mesh: DeviceMesh, heads: object) -> nn.Module:
-    to = convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads))
-    convert.check_convertible(type(module).__name__, module, style, to)
+def _convert(style: str, module: nn.Module, to: convert.Conversion) -> nn.Module:
     convert.STYLES[style](module, to)
     return module
