@@ -35,8 +35,8 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     Besides the model, this takes the memory of one parameter's part. Names are the dense model's (those of
     transformers for a model from `parallelize`); a transformers checkpoint may lack or have the base model's prefix,
-    and hold a tied parameter under any of its names. Dtypes are the model's. All ranks
-    that the model is split over call it: none loads anything unless each can.
+    and hold a tied parameter under any of its names. Dtypes are the model's. All ranks that the model is split over
+    call it: none loads anything unless each can.
 
     What is on the meta device is made first: DTensors on their mesh's devices, other tensors on `device` (None: torch's
     default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does. Such
