@@ -75,8 +75,21 @@ def test_padding(device):
     clean = [torch.where(x.isfinite(), x, torch.zeros_like(x)) for x in (keys, values)]
     exact, *_ = expected(*(x.double() for x in (q, k, v, *clean)), slot, first)
     eager, *_ = expected(q, k, v, *clean, slot, first)
-    out = decode_attention(q, k, v, keys, values, torch.tensor([slot], device=device), slots, first)
-    assert_within(out, exact, eager, "padding", dim=-1)
+    strided = torch.stack((first, first + 7), dim=1)[:, 0]
+    for given in (first, strided):
+        out = decode_attention(q, k, v, keys, values, torch.tensor([slot], device=device), slots, given)
+        assert_within(out, exact, eager, "padding", dim=-1)
+
+
+@pytest.mark.parametrize("slots", [KEYS, KEYS + 3])
+def test_a_full_cache_stays_as_it_is(device, slots):
+    """What a graph that is replayed too often asks for: there is no slot, and what lies behind is another head's."""
+    q, k, v, *_ = draw((2, 2, 2, 16), 1, torch.float32, device)
+    both = torch.randn(2, 2, 2, slots, 16, device=device)
+    before = both.clone()
+    for slot in (slots, slots + 1):
+        out = decode_attention(q, k, v, *both, torch.tensor([slot], device=device), slots)
+        assert out.isnan().all() and torch.equal(both, before)
 
 
 def test_strides(device):
@@ -103,15 +116,16 @@ def test_bad_input_is_refused(device):
     for error, told, wrong in (
         (TypeError, "float16", {"q": q.half()}),
         (TypeError, "int64", {"slot": right["slot"].int()}),
-        (ValueError, r"\(2, 5, 1, 16\)", {"q": q[:, :5]}),
+        (ValueError, "heads 5 .* heads 2", {"q": q[:, :5]}),
         (ValueError, r"\(2, 6, 2, 16\)", {"q": q.repeat(1, 1, 2, 1)}),
         (ValueError, r"\(2, 1, 9, 16\)", {"keys": keys[:, :1]}),
         (ValueError, "seen 10", {"seen": 10}),
-        (ValueError, "slot", {"slot": torch.tensor([1, 2], device=device)}),
-        (ValueError, r"first \(3,\)", {"first": torch.tensor([1, 2, 3], device=device)}),
-        (ValueError, "neighbours", {"keys": keys.repeat(1, 1, 1, 2)[..., ::2]}),
+        (ValueError, r"slot .* \(2,\)", {"slot": torch.tensor([1, 2], device=device)}),
+        (ValueError, "four-dimensional", {"keys": keys[0]}),
+        (ValueError, r"first .* \(3,\), not \(2,\)", {"first": torch.tensor([1, 2, 3], device=device)}),
+        (ValueError, "beside the next", {"keys": keys.repeat(1, 1, 1, 2)[..., ::2]}),
         (ValueError, "head_dim 304", {n: x.repeat(1, 1, 1, 19) for n, x in heads.items()}),
-        (ValueError, "not on", {"values": values.to("meta")}),
+        (ValueError, "values is on meta", {"values": values.to("meta")}),
         (ValueError, "CUDA", {n: x.to("meta") for n, x in {**heads, "slot": right["slot"]}.items()}),
     ):
         with pytest.raises(error, match=told):

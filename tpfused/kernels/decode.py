@@ -37,7 +37,7 @@ MOST_PARTS = 128  # of one head, which a program of the second kernel holds at a
 @triton.jit
 def _stretch_kernel(
     q_ptr, k_ptr, v_ptr, keys_ptr, values_ptr, slot_ptr, first_ptr, parts_ptr, stats_ptr,
-    scale: tl.float64, stretch, kv_heads, head_dim,
+    scale: tl.float64, stretch, seen, kv_heads, head_dim,
     q_batch, q_head, k_batch, k_head, v_batch, v_head, keys_batch, keys_head, keys_token,
     values_batch, values_head, values_token,
     QUERIES: tl.constexpr, FIRST: tl.constexpr, COMPUTE: tl.constexpr,
@@ -59,14 +59,16 @@ def _stretch_kernel(
     new_v = tl.load(v_ptr + batch * v_batch + head * v_head + column, mask=column < head_dim, other=0.0)
     keys_ptr += batch * keys_batch + head * keys_head
     values_ptr += batch * values_batch + head * values_head
-    begin, end = part * stretch, tl.minimum((part + 1) * stretch, slot + 1)
-    if (begin <= slot) & (slot < end):  # no one else reads the new token's slot
+    begin, end = part * stretch, tl.minimum((part + 1) * stretch, tl.minimum(slot + 1, seen))
+    if (begin <= slot) & (slot < end):  # no one else reads the new token's slot, and there is none behind the cache
         tl.store(keys_ptr + slot.to(tl.int64) * keys_token + column, new_k, mask=column < head_dim)
         tl.store(values_ptr + slot.to(tl.int64) * values_token + column, new_v, mask=column < head_dim)
 
     top = tl.full((ROWS, 1), -float("inf"), COMPUTE)
     total = tl.zeros((ROWS, 1), COMPUTE)
     out = tl.zeros((ROWS, BLOCK), COMPUTE)
+    if slot >= seen:  # a graph replayed on a full cache
+        total += float("nan")
     for start in range(tl.maximum(begin, first // KEYS * KEYS), end, KEYS):
         token = start + tl.arange(0, KEYS)
         # What lies in slots that are not seen may be anything: zero times NaN would be NaN.
@@ -123,7 +125,8 @@ def decode_attention(
         k, v: ``[batch, kv_heads, 1, head_dim]``.
         keys, values: the cache, ``[batch, kv_heads, slots, head_dim]``; written at `slot`.
         slot: int64 ``[1]``: the new token's. It sees the slots up to this one.
-        seen: `slot` is below this number; the work is split for as many slots.
+        seen: the work is split for so many slots, of which `slot` must be one: else the result is NaN, and the cache
+            stays as it is.
         first: int64 ``[batch]``: the first slot that each sequence sees, for what is before is padding; None: 0.
 
     Returns:
@@ -138,6 +141,7 @@ def decode_attention(
     kv_heads = k.shape[1]
     queries, compute = heads // kv_heads, torch.float64 if q.dtype == torch.float64 else torch.float32
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
+    first = None if first is None else first.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     if not out.numel():
         return out
@@ -150,7 +154,7 @@ def decode_attention(
         launch(
             _stretch_kernel, (batch * kv_heads, parts),
             q, k, v, keys, values, slot, first, sums, stats,
-            head_dim**-0.5, stretch, kv_heads, head_dim,
+            head_dim**-0.5, stretch, seen, kv_heads, head_dim,
             q.stride(0), q.stride(1), k.stride(0), k.stride(1), v.stride(0), v.stride(1),
             *keys.stride()[:3], *values.stride()[:3],
             QUERIES=queries, FIRST=first is not None, COMPUTE=compute_type(q),
@@ -166,24 +170,35 @@ def decode_attention(
 
 
 def _check(q, k, v, keys, values, slot, seen, first) -> None:
-    if not is_floating(q) or any(x.dtype != q.dtype for x in (k, v, keys, values)):
-        dtypes = ", ".join(str(x.dtype).removeprefix("torch.") for x in (q, k, v, keys, values))
+    given = {"q": q, "k": k, "v": v, "keys": keys, "values": values}
+    if not is_floating(q) or any(x.dtype != q.dtype for x in given.values()):
+        dtypes = ", ".join(f"{name} {str(x.dtype).removeprefix('torch.')}" for name, x in given.items())
         raise TypeError(f"decode_attention needs q, k, v, keys and values of one floating dtype, not {dtypes}")
-    for what, x in (("slot", slot), ("first", first)):
+    for name, x in (("slot", slot), ("first", first)):
         if x is not None and x.dtype != torch.int64:
-            raise TypeError(f"decode_attention: {what} must be int64, not {x.dtype}")
-    shapes = [tuple(x.shape) for x in (q, k, v, keys, values)]
-    batch, heads, _, head_dim = shapes[0] if q.ndim == 4 else (0, 0, 0, 0)
-    kv_heads, slots = (shapes[1][1], shapes[3][2]) if k.ndim == keys.ndim == 4 else (0, 0)
-    one, kept = (batch, kv_heads, 1, head_dim), (batch, kv_heads, slots, head_dim)
-    fits = shapes == [(batch, heads, 1, head_dim), one, one, kept, kept] and kv_heads > 0 and heads % kv_heads == 0
-    if not fits or slot.shape != (1,) or (first is not None and first.shape != (batch,)) or not 0 < seen <= slots:
-        more = f"slot {tuple(slot.shape)}, seen {seen}, first {None if first is None else tuple(first.shape)}"
-        raise ValueError(f"decode_attention: q, k, v, keys, values of shapes {shapes}, {more} do not fit")
+            raise TypeError(f"decode_attention: {name} must be int64, not {x.dtype}")
+    if q.ndim != 4 or k.ndim != 4 or keys.ndim != 4:
+        shapes = ", ".join(f"{name} {tuple(x.shape)}" for name, x in given.items())
+        raise ValueError(f"decode_attention: q, k and keys must be four-dimensional, not {shapes}")
+    (batch, heads, _, head_dim), kv_heads, slots = q.shape, k.shape[1], keys.shape[2]
+    if not kv_heads or heads % kv_heads:
+        raise ValueError(f"decode_attention: heads {heads} are no multiple of key-value heads {kv_heads}")
     if not 0 < head_dim <= MOST_HEAD_DIM:
         raise ValueError(f"decode_attention: head_dim {head_dim} is not within {MOST_HEAD_DIM}")
-    if keys.stride(-1) != 1 or values.stride(-1) != 1:
-        raise ValueError("decode_attention: the entries of a key, and of a value, must be neighbours in the cache")
-    if any(x is not None and x.device != q.device for x in (k, v, keys, values, slot, first)):
-        raise ValueError(f"decode_attention: some tensors are not on {q.device}, as q is")
+    if not 0 < seen <= slots:
+        raise ValueError(f"decode_attention: seen {seen} is not within the cache's {slots} slots")
+    one, kept = (batch, kv_heads, 1, head_dim), (batch, kv_heads, slots, head_dim)
+    expected = {"q": (batch, heads, 1, head_dim), "k": one, "v": one, "keys": kept, "values": kept}
+    for name, x, shape in (
+        *((name, x, expected[name]) for name, x in given.items()), ("slot", slot, (1,)), ("first", first, (batch,))
+    ):  # fmt: skip
+        if x is not None and x.shape != shape:
+            raise ValueError(f"decode_attention: {name} is of shape {tuple(x.shape)}, not {shape}")
+        if x is not None and x.device != q.device:
+            raise ValueError(f"decode_attention: {name} is on {x.device}, q on {q.device}")
+    for name in ("keys", "values"):
+        if given[name].stride(-1) != 1:
+            raise ValueError(
+                f"decode_attention: an entry of {name} must lie beside the next, not {given[name].stride()}"
+            )
     needs_kernel_device(q, "decode_attention")

@@ -142,7 +142,7 @@ def _frequent_rows_kernel(
     frequent_ptr, ordered_ptr, dy_ptr, grad_ptr, features, dy_stride, grad_stride,
     ACCUMULATE: tl.constexpr, COMPUTE: tl.constexpr, BLOCK: tl.constexpr, TOGETHER: tl.constexpr,
 ):  # fmt: skip
-    """Program (p, block): a few features of every so-manieth frequent row, `TOGETHER` tokens at a time."""
+    """Program (p, block): a few features of every n-th frequent row (of n programs), `TOGETHER` tokens at a time."""
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     for i in range(tl.program_id(0), tl.load(frequent_ptr), tl.num_programs(0)):
         entry = frequent_ptr + 2 + 3 * i

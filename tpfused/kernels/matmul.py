@@ -1,4 +1,4 @@
-"""The persistent matmul behind `linear_act` and the overlapped operations: ``epilogue(x @ w)``, tile by tile.
+"""The persistent matmul of `linear_act` and of the overlapped operations' plain path: ``epilogue(x @ w)``, by tiles.
 
 Floor: 2 M N K FLOPs at the rate of the bare matmul. The epilogue works on the accumulator in registers; what it costs
 is the time in which the tensor cores wait for it.
@@ -194,8 +194,8 @@ def matmul(
         pre: contiguous ``[M, N]``.
         column_sums: float32 (float64) ``[row tiles, N]``, see `row_tile`. If given, `pre` is read, y is
             ``(x @ w) * act'(pre)`` and this receives the sums of its columns over each row of tiles.
-        before_tile: ``(hook, first row, rows)``, called before a tile's first load of x: where overlapped operations
-            wait for those rows. TMA then reads them: what was written meanwhile needs a proxy fence of global memory at
+        before_tile: ``(hook, first row, rows)``, called before a tile's first load of x: where a caller can wait for
+            those rows to arrive (no operation of this package does yet: copies and cuBLASLt overlap as well). TMA then reads them: what was written meanwhile needs a proxy fence of global memory at
             its end. `matmul_hopper` calls it two steps ahead, while the tile before is not finished: it must not wait
             for anything that depends on that.
         tiling: forces this kernel and its tiles; else `matmul_hopper` runs where it can.

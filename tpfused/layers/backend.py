@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 from tpfused.kernels.launch import capability, is_floating
@@ -29,6 +30,11 @@ def why_plain(x: Tensor, backend: str | None) -> str:
         return "forced by the tier"
     if not x.is_cuda:
         return f"the tensors are on the {x.device.type.upper()}"
-    if capability(x.device) < (8, 0):
+    if not has_kernels(x.device):
         return "the GPU is older than Ampere"
     return "" if is_floating(x) else f"no kernel for {str(x.dtype).removeprefix('torch.')}"
+
+
+def has_kernels(device: torch.device) -> bool:
+    """Whether Triton's kernels are for this device: CUDA from Ampere on."""
+    return capability(device) >= (8, 0)

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from tpfused.kernels.decode import MOST_HEAD_DIM, decode_attention
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.sdpa import scaled_dot_product_attention
+from tpfused.overlap.explain import PLAIN, tell
 from tpfused.parameter import check_size
 
 if TYPE_CHECKING:
@@ -29,8 +30,7 @@ class Step:
         positions: ``[batch or 1, new tokens]``, for learned and rotary positions.
         seen: the new tokens attend to the first `seen` slots, causally.
         padding: ``[batch]``, how many of each sequence's slots nothing attends to; None: none.
-        masked: not known from `seen` alone: without a mask the tokens are the first ones, as many as `seen`, or one
-            that sees all.
+        masked: attention needs a mask. Without one the new tokens are the whole cache, or one token, its last.
         dtype: the model's.
     """
 
@@ -85,9 +85,14 @@ class LayerCache:
         return scaled_dot_product_attention(q, k, v, step.mask, step.causal, 0.0, no_empty_rows=True)
 
     def _decodes(self, q: Tensor, backend: str | None) -> bool:
-        """Whether the kernel for one token can run: in 16 bits, as torch's attention is fast without it otherwise."""
-        fits = q.shape[2] == 1 and q.shape[3] <= MOST_HEAD_DIM and q.dtype.itemsize == 2 and q.dtype == self.keys.dtype
-        return fits and not torch.compiler.is_compiling() and runs_kernels(q, backend, "attention to a cache")
+        """Whether the kernel for one token runs: in 16 bits, in which its matmuls have tensor cores."""
+        if q.shape[2] != 1 or torch.compiler.is_compiling():
+            return False
+        fits = q.shape[3] <= MOST_HEAD_DIM and q.dtype.itemsize == 2 and q.dtype == self.keys.dtype
+        if not fits:
+            own, kept = (str(x.dtype).removeprefix("torch.") for x in (q, self.keys))
+            tell("attention to a cache", q, PLAIN, f"no kernel for {own} heads of {q.shape[3]} with a cache of {kept}")
+        return fits and runs_kernels(q, backend, "attention to a cache")
 
 
 class KVCache:
@@ -98,15 +103,15 @@ class KVCache:
             config or number of ranks is another; one of the same config would read what this one has cached.
         batch: how many sequences.
         max_tokens: room for so many tokens of each, at most the model's `max_positions`.
-        padding: int64 ``[batch]``: how many of each sequence's first tokens are padding, which nothing attends to and
-            which positions do not count; None: none. Prompts of different lengths end together that way.
+        padding: int64 or int32 ``[batch]``: how many of each sequence's first tokens are padding, which nothing attends
+            to and which positions do not count; None: none. Prompts of different lengths end together that way.
         dtype: None: the model's.
 
     `keys` and `values` are ``[layers, batch, own kv heads, max_tokens, head_dim]``; a kv head that several ranks share
     is on each of them.
 
-    `length` counts the tokens that are cached. Each call of the model adds its own; set it to go back (0 starts anew):
-    beyond what was cached there are zeros.
+    `length` counts the tokens that are cached. Each call of the model adds its own; set it to go back (0 starts anew).
+    What lies behind is not attended to: zeros, or tokens of before until others take their places.
     A call can be captured in a CUDA graph: it reads the length from the device, attends to the whole cache under a
     mask, and leaves the length as it is: after each replay, ``cache.length += 1``. With ``cache.fixed = True`` calls
     outside attend like that as well: what is to be captured has to run so once before, for a kernel that is new in a
@@ -141,7 +146,7 @@ class KVCache:
         self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
-        self.padding = None if padding is None else padding.long()
+        self.padding = None if padding is None else padding.long().contiguous()
         shape = config.num_layers, batch, attention.own_kv_heads, max_tokens, attention.head_dim
         # Not uninitialised: what is masked still counts zero times its value, and zero times NaN is NaN.
         self.keys, self.values = (
@@ -226,7 +231,9 @@ def with_attributes(module: nn.Module, **values: object) -> Iterator[None]:
 
 def _check_padding(padding: Tensor, batch: int, max_tokens: int, device: torch.device) -> None:
     if not isinstance(padding, Tensor) or padding.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"padding must be an int64 tensor, not {getattr(padding, 'dtype', type(padding).__name__)}")
+        raise TypeError(
+            f"padding must be an int64 or int32 tensor, not {getattr(padding, 'dtype', type(padding).__name__)}"
+        )
     if padding.shape != (batch,):
         raise ValueError(f"padding must have shape ({batch},), not {tuple(padding.shape)}")
     if padding.device != device:

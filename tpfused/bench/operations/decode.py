@@ -26,29 +26,29 @@ def build(setting: Setting, batch: int, slots: int, heads: int, kv_heads: int, h
     keys, values = (setting.random(batch, kv_heads, slots, head_dim) for _ in range(2))
     slot = torch.tensor([slots - 1], device=setting.device)
 
-    def eager(compute: Tensor = q, repeated: bool = False) -> Tensor:
+    # A model makes it once for all layers.
+    mask = torch.zeros(1, 1, 1, slots, dtype=setting.dtype, device=setting.device)
+
+    def eager(compute: Tensor, repeated: bool) -> Tensor:
         """torch's: the cache written, a mask over its slots, the heads that share a key and a value as so many tokens,
         or these repeated."""
-        dtype = compute.dtype
+        dtype, repeats = compute.dtype, heads // kv_heads
         for kept, new in ((keys, k), (values, v)):
             kept.index_copy_(2, slot, new)
-        seen = torch.arange(slots, device=q.device) <= slot
-        mask = torch.zeros(1, 1, 1, slots, dtype=dtype, device=q.device).masked_fill(~seen, -torch.inf)
-        repeats = heads // kv_heads
+        seen = [x.to(dtype) for x in (keys, values)]
         if repeated:
-            k_all, v_all = (x.to(dtype).repeat_interleave(repeats, 1) for x in (keys, values))
-            return F.scaled_dot_product_attention(compute, k_all, v_all, attn_mask=mask)
+            seen = [x.repeat_interleave(repeats, 1) for x in seen]
+            return F.scaled_dot_product_attention(compute, *seen, attn_mask=mask.to(dtype))
         rows = compute.reshape(batch, kv_heads, repeats, head_dim)
-        out = F.scaled_dot_product_attention(rows, keys.to(dtype), values.to(dtype), attn_mask=mask)
-        return out.reshape(q.shape)
+        return F.scaled_dot_product_attention(rows, *seen, attn_mask=mask.to(dtype)).reshape(compute.shape)
 
     variants = {
         "ours": Variant(lambda: decode_attention(q, k, v, keys, values, slot, slots)),
-        "eager": Variant(eager),
-        "repeated": Variant(partial(eager, repeated=True), note="keys and values repeated for each head"),
+        "eager": Variant(partial(eager, q, repeated=False)),
+        "repeated": Variant(partial(eager, q, repeated=True), note="keys and values repeated for each head"),
     }
     moved = (keys.numel() + values.numel()) * keys.element_size()
-    return Work(variants, lambda: [eager(q.double())], copy_floor(moved, setting.device), moved)
+    return Work(variants, lambda: [eager(q.double(), repeated=False)], copy_floor(moved, setting.device), moved)
 
 
 CASES = [

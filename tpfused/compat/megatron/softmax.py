@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tpfused import reference
 from tpfused.kernels.softmax import scale_mask_softmax
-from tpfused.layers.backend import runs_kernels
+from tpfused.layers.backend import has_kernels, runs_kernels
 
 
 class AttnMaskType(Enum):
@@ -94,8 +94,10 @@ class FusedScaleMaskSoftmax(nn.Module):
         return probabilities
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
-        """Whether one kernel does it all: whatever the sizes, where there is a GPU."""
-        return self.scaled_masked_softmax_fusion and torch.cuda.is_available()
+        """Whether one kernel does it all, unless there is a `softmax_offset`: whatever the sizes, on a current GPU that
+        has kernels."""
+        here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
+        return self.scaled_masked_softmax_fusion and has_kernels(here)
 
     def _is_causal(self, mask: Tensor | None, queries: int, keys: int) -> bool:
         # By name, for Megatron's own enumeration is another class.
