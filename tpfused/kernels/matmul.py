@@ -195,9 +195,10 @@ def matmul(
         column_sums: float32 (float64) ``[row tiles, N]``, see `row_tile`. If given, `pre` is read, y is
             ``(x @ w) * act'(pre)`` and this receives the sums of its columns over each row of tiles.
         before_tile: ``(hook, first row, rows)``, called before a tile's first load of x: where a caller can wait for
-            those rows to arrive (no operation of this package does yet: copies and cuBLASLt overlap as well). TMA then reads them: what was written meanwhile needs a proxy fence of global memory at
-            its end. `matmul_hopper` calls it two steps ahead, while the tile before is not finished: it must not wait
-            for anything that depends on that.
+            those rows to arrive (no operation of this package does yet: beside cuBLASLt their copies are as well
+            hidden). TMA then reads them: what was written meanwhile needs a proxy fence of global memory at its end.
+            `matmul_hopper` calls it two steps ahead, while the tile before is not finished: it must not wait for
+            anything that depends on that.
         tiling: forces this kernel and its tiles; else `matmul_hopper` runs where it can.
     """
     if tiling is None and _hopper_can(x, w, y, pre, bias=bias):
