@@ -38,7 +38,9 @@ class Counter(TorchDispatchMode):
             self.matmuls.append((*inputs[-2].shape, inputs[-1].shape[1]))
         elif name.startswith(("aten::select_backward", "aten::slice_backward")):
             self.bytes += touched(outputs[0]) + 2 * touched(inputs[0])  # zeros, and a copy into them
-        elif not function.is_view and not any(part in name for part in ("norm", "attention", "_unsafe_view", "empty")):
+        elif not function.is_view and not any(
+            part in name for part in ("norm", "attention", "sdp_choice", "_unsafe_view", "empty")
+        ):
             self.bytes += sum(touched(x) for x in inputs + outputs if x.numel() >= self.least)
         return out
 
