@@ -9,7 +9,7 @@ import torch
 
 import tpfused
 from tpfused import cli, reference
-from tpfused.checking import cases
+from tpfused.checking import cases, worker
 from tpfused.checking.cases import LAYERS, OPERATIONS, Case
 from tpfused.checking.rule import judge
 from tpfused.group import TPGroup
@@ -96,3 +96,30 @@ def test_the_rule():
     assert ratio(1, 1, 1, 1) == 0 and ratio(1, 1, 1.0078125, 1) < 1
     assert ratio(1, 1, 1.5, 1) > 1 and ratio(1, 1, float("nan"), 1) == float("inf")
     assert ratio(1, 1, 1) == float("inf")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [("actual", "eager"), ("eager",), ("actual", "eager", "exact"), ("actual",)])
+def test_nothing_is_right_beside_what_is_not_finite(where, bad):
+    values = {name: torch.ones(4, dtype=torch.float64) for name in ("actual", "exact", "eager")}
+    for name in where:
+        values[name][1] = bad
+    told = judge(*({"y": values[name]} for name in ("actual", "exact", "eager")), lambda name, x: x)
+    assert told.ratio == float("inf") and told.tensor.startswith("y") and "not finite" in told.tensor
+    assert ("plain PyTorch" in told.tensor) == (where in (("actual", "eager"), ("eager",)))
+
+
+def test_zeros_are_right_and_all_else_is_not_zero():
+    zeros = {"y": torch.zeros(4)}
+    assert judge(zeros, zeros, zeros, lambda name, x: x).ratio == 0
+    assert judge({"y": zeros["y"] + 1e-30}, zeros, zeros, lambda name, x: x) == (float("inf"), "y")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a"), KeyError("a"), RuntimeError("a\nb")])
+def test_what_a_case_raises_is_its_own(error, monkeypatch):
+    def run(*arguments):
+        raise error
+
+    monkeypatch.setattr(worker, "run", run)
+    verdict, told = worker._attempt(Case("layer", "ParallelMLP", 1, "fp64"), ALONE, CPU)
+    assert verdict.ratio == float("inf") and told.startswith(type(error).__name__) and "a" in told and "b" not in told
