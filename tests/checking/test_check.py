@@ -11,10 +11,11 @@ import tpfused
 from tpfused import cli, reference
 from tpfused.checking import cases, worker
 from tpfused.checking.cases import LAYERS, OPERATIONS, Case
-from tpfused.checking.rule import judge
+from tpfused.checking.rule import Verdict, judge
 from tpfused.group import TPGroup
 from tpfused.layers import mlp
 from tpfused.overlap.tiers import wanted
+from tpfused.training.launch import Worker
 
 ALONE = TPGroup(None, 0, 1)
 CPU = torch.device("cpu")
@@ -62,6 +63,31 @@ def test_a_whole_run(tmp_path, capfd):
     assert all(row["ok"] and row["ratio"] <= 1 and not row["error"] for row in found["rows"])
     told = capfd.readouterr().out
     assert f"{len(found['rows'])} right, 0 wrong of {len(found['rows'])}" in told
+
+
+@pytest.mark.parametrize("rank, group", [(0, 0), (2, 1), (3, 1)])
+def test_a_case_alone_gets_the_data_of_the_full_run(rank, group, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(worker, "run", lambda case, *place: seen.update({case: torch.initial_seed()}) or Verdict(0, ""))
+    monkeypatch.setattr(worker, "_agreed", lambda mine: (0.0, "", ""))
+    monkeypatch.setattr(worker, "_group", lambda degree, of: ALONE)
+    for name in ("join_group", "set_timeout"):
+        monkeypatch.setattr(worker, name, lambda *arguments: None)
+    monkeypatch.setattr(worker.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+
+    def seeds(chosen, seed):
+        seen.clear()
+        argument = {"cases": chosen, "device": "cpu", "degrees": (2,), "seed": seed}
+        worker.work(argument, Worker(rank, 4, rank, 4, None, lambda name, payload: None))
+        return dict(seen)
+
+    every = cases.cases((2,), ("reference",), on_gpu=True)
+    full = seeds(every, 5)
+    assert len(set(full.values())) == len({case.label for case in every}) == len(every)
+    for case in (every[0], every[7], every[-1]):
+        assert seeds([case], 5) == {case: full[case]} != seeds([case], 6)
+        assert full[case] == worker.data_seed(5, case, group) != worker.data_seed(5, case, group + 1)
 
 
 def test_sees_a_wrong_gradient(monkeypatch):

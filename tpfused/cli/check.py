@@ -16,6 +16,9 @@ examples:
   tpfused check                            everything, in a few minutes
   tpfused check --case all_gather_matmul   the cases with that in their name
   tpfused check --list                     what there is to check
+  tpfused check --seed 7 --case "ParallelMLP bf16 tp2"
+                                           a line of the run with that seed again,
+                                           on the same data
   tpfused check --json check.json          keep the results
 
 A line's number is the largest error of any output or gradient on any rank, as a
