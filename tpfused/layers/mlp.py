@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -14,6 +15,16 @@ from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLine
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
 from tpfused.sharding import padded_shard_size
+
+COMMON = (
+    *("sequence_parallel", "sequence_dim", "init_method", "backend", "accumulate_main_grad"),
+    *("group", "mesh", "device", "dtype"),
+)
+
+
+def _common(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of a constructor's arguments, those that both of its linear layers take."""
+    return {name: arguments[name] for name in COMMON}
 
 
 class ParallelMLP(nn.Module):
@@ -46,20 +57,10 @@ class ParallelMLP(nn.Module):
         device=None,
         dtype=None,
     ):
+        common = _common(locals())
         super().__init__()
         check_size(hidden_size, "hidden_size")
         check_size(ffn_size, "ffn_size")
-        common = {
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim,
-            "init_method": init_method,
-            "backend": backend,
-            "accumulate_main_grad": accumulate_main_grad,
-            "group": group,
-            "mesh": mesh,
-            "device": device,
-            "dtype": dtype,
-        }
         self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **common)
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
@@ -98,21 +99,11 @@ class ParallelGatedMLP(nn.Module):
         device=None,
         dtype=None,
     ):
+        common = _common(locals())
         super().__init__()
         check_size(hidden_size, "hidden_size")
         check_size(ffn_size, "ffn_size")
         check_gates(ffn_size, activation, resolve_group(group, mesh).size)
-        common = {
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim,
-            "init_method": init_method,
-            "backend": backend,
-            "accumulate_main_grad": accumulate_main_grad,
-            "group": group,
-            "mesh": mesh,
-            "device": device,
-            "dtype": dtype,
-        }
         packing = self.packed_children["gate_up"]
         self.activation = activation
         self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **common)
