@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tpfused.checking import cases, worker
 from tpfused.checking.cases import LAYERS, OPERATIONS, Case
 from tpfused.checking.rule import Verdict, judge
 from tpfused.group import TPGroup
-from tpfused.layers import mlp
+from tpfused.kernels.decode import decode_attention
+from tpfused.layers import cache, mlp
+from tpfused.layers.cache import KVCache, LayerCache
 from tpfused.overlap.tiers import wanted
 from tpfused.training.launch import Worker
 
@@ -110,6 +113,57 @@ def test_a_kernel_is_not_compared_with_itself(monkeypatch):
     monkeypatch.setattr(mlp, "gated_act", lambda x, activation: 2 * reference.gated_act(x, activation))
     torch.manual_seed(0)
     assert cases.run(case, ALONE, CPU).ratio > 1
+
+
+DECODING = [name for name, layer in LAYERS.items() if layer.decodes]
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_is_right(name, dtype, seed):
+    torch.manual_seed(seed)
+    assert 0 < cases.run(Case("layer", name, 1, dtype), ALONE, CPU).ratio < 1
+
+
+@pytest.mark.parametrize("wrong", ["single tokens", "fixed", "padding"])
+@pytest.mark.parametrize("name", DECODING)
+def test_sees_decoding_that_is_wrong(name, wrong, seed, monkeypatch):
+    attend, extend = LayerCache.attend, KVCache.extend
+
+    def attend_to_nothing(self, q, k, v, backend):
+        is_wrong = wrong == "single tokens" or self.step.seen == self.keys.shape[2]
+        return attend(self, q, k, v, backend) * (0 if is_wrong and q.shape[2] == 1 else 1)
+
+    def see_padding(self, tokens):
+        layers = extend(self, tokens)
+        if self.padding is None:
+            return layers
+        return [replace(layer, step=replace(layer.step, padding=self.padding * 0)) for layer in layers]
+
+    if wrong == "padding":
+        monkeypatch.setattr(KVCache, "extend", see_padding)
+    else:
+        monkeypatch.setattr(LayerCache, "attend", attend_to_nothing)
+    torch.manual_seed(seed)
+    verdict = cases.run(Case("layer", name, 1, "fp16"), ALONE, CPU)
+    assert verdict.ratio > 1
+    assert wrong == "single tokens" or {"fixed": "fixed", "padding": "padded"}[wrong] in verdict.tensor
+
+
+def test_single_tokens_run_the_kernel_where_it_can(seed, monkeypatch):
+    """In Triton's interpreter, where there is no GPU; the dense model runs without it."""
+    calls = []
+
+    def kernel(*arguments):
+        calls.append(wanted[-1])
+        return decode_attention(*arguments)
+
+    monkeypatch.setattr(cases, "CALLS", (38, 1, 1))
+    monkeypatch.setattr(cache, "runs_kernels", lambda *arguments: wanted[-1] != "reference")
+    monkeypatch.setattr(cache, "decode_attention", kernel)
+    torch.manual_seed(seed)
+    assert cases.run(Case("layer", DECODING[-1], 1, "fp16"), ALONE, CPU).ratio < 1
+    assert len(calls) == 4 * 2 * 2 and "reference" not in calls  # ways, single tokens, blocks
 
 
 def test_the_rule():
