@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 
 from tpfused import extension
 
@@ -191,3 +192,73 @@ def test_compiled_once_at_first_use(tmp_path, monkeypatch):
     answers = [each.communicate() for each in [subprocess.Popen(command, **options) for _ in range(2)]]
     assert [out for out, _ in answers] == ["8.0\n"] * 2, answers
     assert sum("compiling its extension" in err for _, err in answers) == 1
+
+
+@pytest.fixture
+def found(machine, tmp_path, monkeypatch):
+    """Calls `find` with an installed module, or what importing it raises, where there is a GPU or not."""
+    compiled = SimpleNamespace(name="from the cache")
+
+    def load():
+        assert list(cache.glob("*/_C.abi3.so")), "it would compile"
+        return compiled
+
+    def find(installed, capability=(9, 0)):
+        def import_module(name):
+            if isinstance(installed, ImportError):
+                raise installed
+            return SimpleNamespace(build_info=lambda: {"sources": installed})
+
+        with monkeypatch.context() as patch:
+            patch.setattr(extension.importlib, "import_module", import_module)
+            patch.setattr(extension, "load", load)
+            patch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+            patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+            return extension.find()
+
+    def keep(capability):
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+            target = extension._at_first_use()[1]
+        target.parent.mkdir(parents=True)
+        target.touch()
+
+    cache = tmp_path / "cache" / "tpfused"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return SimpleNamespace(find=find, keep=keep, compiled=compiled, cache=cache)
+
+
+NONE = ModuleNotFoundError("No module named 'tpfused._C'")
+BROKEN = ImportError("libnccl.so.2: cannot open shared object file")
+
+
+def test_finds_the_installed_one_of_these_sources(found):
+    found.keep((9, 0))
+    for capability in ((9, 0), None):
+        told = found.find(extension.source_hash(), capability)
+        assert told.module is not None and told.module is not found.compiled and not told.passed_over
+
+
+@pytest.mark.parametrize("installed, why", [("0123", "other sources"), (None, "other"), (BROKEN, "nccl"), (NONE, "")])
+def test_finds_what_load_would_use_instead_of_the_installed_one(found, machine, installed, why):
+    told = found.find(installed)
+    assert told.module is None and why in told.passed_over and bool(why) == bool(told.passed_over)
+    assert not told.not_buildable and not found.cache.exists()
+    found.keep((8, 0))
+    assert found.find(installed).module is None  # it is for another card
+    found.keep((9, 0))
+    kept = found.find(installed)
+    assert kept.module is found.compiled and kept.passed_over == told.passed_over
+    assert found.find(installed, None) == told  # no GPU, nothing that is kept for it
+    machine.remove("python/Python.h")
+    assert "header files" in found.find(installed).not_buildable
+
+
+def test_load_uses_what_find_finds(found, monkeypatch):
+    """Nothing is compiled where the cache has it."""
+    found.keep((9, 0))
+    monkeypatch.setitem(sys.modules, "tpfused._C", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(extension, "build", lambda *arguments, **options: pytest.fail("it compiles"))
+    with pytest.raises(ImportError, match="_C.abi3.so"):  # an empty file
+        extension.load.__wrapped__()

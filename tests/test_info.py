@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import tpfused
+from tpfused import extension
 from tpfused.cli import info, main
 from tpfused.overlap import saved
 
@@ -51,7 +52,7 @@ def test_json_here(capsys):
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert found["extension"]["built"] or found["extension"]["reason"]
     assert found["uses"]["backend"] == ("nccl" if found["gpus"] else "gloo")
-    kernels = found["uses"]["embedding, gated activation, cross entropy"]
+    kernels = found["uses"][info.KERNELS]
     assert kernels.startswith("Triton" if found["gpus"] else "plain path")
     assert found["uses"]["matmuls"].startswith("overlapped" if len(found["gpus"]) > 1 else "plain path")
 
@@ -114,51 +115,83 @@ def test_nvidia_smi_that_fails(monkeypatch, outcome):
 
 
 @pytest.fixture
-def compiled(monkeypatch):
-    """Makes `import tpfused._C` give, or raise, what the test says."""
-
-    def use(outcome):
-        def import_module(name):
-            assert name == "tpfused._C"
-            if isinstance(outcome, Exception):
-                raise outcome
-            return outcome
-
-        monkeypatch.setattr(info.importlib, "import_module", import_module)
-
-    return use
+def finds(monkeypatch):
+    """Makes `extension.find` answer what the test says."""
+    return lambda found: monkeypatch.setattr(extension, "find", lambda: found)
 
 
-def test_extension_not_built(compiled):
-    compiled(ModuleNotFoundError("No module named 'tpfused._C'"))
-    found = info._extension(torch, [])
-    assert found["built"] is False and found["reason"]
-
-
-def test_extension_that_cannot_be_loaded(compiled):
-    compiled(ImportError("libnccl.so.2: cannot open shared object file"))
-    found = info._extension(torch, [])
-    assert found == {
-        "built": True,
-        "usable": False,
-        "reason": "libnccl.so.2: cannot open shared object file",
-    }
-
-
-def test_extension_built(compiled):
+def compiled(file: str = "tpfused/_C.abi3.so") -> SimpleNamespace:
     def kernel_architecture(device):
         if device == 1:
             raise RuntimeError("CUDA device 1: no kernel image is available for execution on the device")
         return 90
 
     built = {"cuda": 13000, "architectures": "8.0 12.0+PTX", "nccl_compiled": 23007, "nccl_loaded": 22809}
-    compiled(SimpleNamespace(build_info=lambda: built, kernel_architecture=kernel_architecture))
-    found = info._extension(torch, [gpu(0, "aaaa"), gpu(1, "bbbb")])
+    return SimpleNamespace(build_info=lambda: built, kernel_architecture=kernel_architecture, __file__=file)
+
+
+TWO = [gpu(0, "aaaa"), gpu(1, "bbbb")]
+OTHER = "it was compiled from other sources than these"
+
+
+def matmuls(found: dict) -> str:
+    return info._matmuls(TWO, found, "nccl").split(",")[0].split(":")[0]
+
+
+def test_extension_not_built(finds):
+    finds(extension.Found(None, not_buildable="nvcc is not installed"))
+    found = info._extension(torch, TWO)
+    assert found == {"built": False, "usable": False, "can_be_built": False, "reason": "nvcc is not installed"}
+    assert matmuls(found) == "plain path"
+
+
+def test_extension_that_cannot_be_loaded(finds):
+    why = "it cannot be imported: libnccl.so.2: cannot open shared object file"
+    finds(extension.Found(None, why, "nvcc is not installed"))
+    found = info._extension(torch, TWO)
+    assert found == {
+        "built": True,
+        "usable": False,
+        "can_be_built": False,
+        "installed": f"not used, for {why}",
+        "reason": "nvcc is not installed",
+    }
+    assert matmuls(found) == "plain path"
+
+
+def test_extension_of_other_sources(finds, monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    finds(extension.Found(None, OTHER))
+    found = info._extension(torch, TWO)
+    assert found["built"] and not found["usable"] and found["installed"] == f"not used, for {OTHER}"
+    assert "at first use" in found["reason"] and str(tmp_path) in found["reason"]
+    assert matmuls(found) == "overlapped with their collectives"
+    assert "pip install" in info._extension(torch, [])["reason"]
+
+
+def test_extension_compiled_at_first_use(finds):
+    finds(extension.Found(compiled("cache/_C.abi3.so"), OTHER))
+    found = info._extension(torch, TWO)
+    assert found["built"] and found["usable"] and found["file"] == "cache/_C.abi3.so"
+    assert found["installed"] == f"not used, for {OTHER}" and matmuls(found) == "overlapped with their collectives"
+
+
+def test_extension_built(finds):
+    finds(extension.Found(compiled()))
+    found = info._extension(torch, TWO)
+    assert found["built"] and found["usable"] and "installed" not in found
     assert found["cuda"] == "13.0"
     assert found["architectures"] == ["8.0", "12.0+PTX"]
     assert (found["nccl_compiled"], found["nccl_loaded"]) == ("2.30.7", "2.28.9")
     assert found["runs_on_gpus"][0] == "9.0"
     assert "no kernel image" in found["runs_on_gpus"][1]
+
+
+def test_names_what_has_kernels(capsys):
+    main(["info"])
+    told = capsys.readouterr().out.split("Will be used")[1]
+    for name in ("embedding", "rotary", "attention to a cache", "gated", "masked softmax", "cross entropy"):
+        assert name in told, name
 
 
 @pytest.fixture
@@ -207,6 +240,5 @@ def test_on_gpus():
     assert len(found["links"]) == count * (count - 1) // 2
     assert found["versions"]["nccl"]
     assert found["uses"]["backend"] == "nccl"
-    if found["extension"]["built"]:
-        assert found["extension"]["usable"]
+    if found["extension"]["usable"]:
         assert len(found["extension"]["runs_on_gpus"]) == count

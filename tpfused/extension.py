@@ -20,6 +20,7 @@ import sysconfig
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
+from types import ModuleType
 
 PYTHON_ABI = "0x030B0000"  # CPython 3.11's limited API
 
@@ -111,7 +112,7 @@ def build(toolchain: Toolchain, target: Path, build_folder: Path, *, in_tree: bo
 
 
 @lru_cache
-def load():
+def load() -> ModuleType:
     """The compiled module, tpfused._C.
 
     Where the install has none, or one of other sources (after a `git pull`, say), it is compiled, once for a torch,
@@ -120,20 +121,12 @@ def load():
     Raises:
         NotBuildable: it is not there and can't be built, with the reason.
     """
-    import torch  # first: it loads the NCCL and cuBLAS that the extension shares with it
-
-    try:
-        installed = importlib.import_module("tpfused._C")
-        if installed.build_info().get("sources") == source_hash():
-            return installed
-    except ImportError:
-        pass
-    major, minor = torch.cuda.get_device_capability()
-    toolchain = replace(find_toolchain(), architectures=(f"{major}.{minor}",))
-    told = [torch.__version__, _ask_nvcc(toolchain.nvcc, "--version"), *toolchain.architectures, PYTHON_ABI]
-    folder = cache_folder() / hashlib.sha256("\0".join([*told, source_hash()]).encode()).hexdigest()[:16]
+    installed, _ = _installed()
+    if installed is not None:
+        return installed
+    toolchain, target = _at_first_use()
+    folder = target.parent
     folder.mkdir(parents=True, exist_ok=True)
-    target = folder / "_C.abi3.so"
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not target.exists():
@@ -151,6 +144,64 @@ def load():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@dataclass(frozen=True)
+class Found:
+    """What `load` would use.
+
+    Attributes:
+        module: the compiled module; None: there is none yet.
+        passed_over: why the install's own is not used; "": it is, or there is none.
+        not_buildable: why `load` could not compile one; "": it could, or need not. None is compiled without a GPU.
+    """
+
+    module: ModuleType | None
+    passed_over: str = ""
+    not_buildable: str = ""
+
+
+def find() -> Found:
+    """What `load` would use, the module in the user's cache folder included; nothing is compiled."""
+    import torch
+
+    installed, passed_over = _installed()
+    if installed is not None:
+        return Found(installed)
+    try:
+        if not torch.cuda.is_available():
+            find_toolchain()
+        elif _at_first_use()[1].exists():
+            return Found(load(), passed_over)
+    except (NotBuildable, ImportError) as error:
+        return Found(None, passed_over, str(error))
+    return Found(None, passed_over)
+
+
+def _installed() -> tuple[ModuleType | None, str]:
+    """The install's module, if `load` uses it, or else why not ("": there is none)."""
+    import torch  # noqa: F401, first: it loads the NCCL and cuBLAS that the extension shares with it
+
+    try:
+        module = importlib.import_module("tpfused._C")
+    except ModuleNotFoundError:
+        return None, ""
+    except ImportError as error:
+        return None, f"it cannot be imported: {error}"
+    if module.build_info().get("sources") != source_hash():
+        return None, "it was compiled from other sources than these"
+    return module, ""
+
+
+def _at_first_use() -> tuple[Toolchain, Path]:
+    """What `load` compiles with, for the current GPU alone, and the file that this is kept in."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability()
+    toolchain = replace(find_toolchain(), architectures=(f"{major}.{minor}",))
+    told = [torch.__version__, _ask_nvcc(toolchain.nvcc, "--version"), *toolchain.architectures, PYTHON_ABI]
+    key = hashlib.sha256("\0".join([*told, source_hash()]).encode()).hexdigest()[:16]
+    return toolchain, cache_folder() / key / "_C.abi3.so"
 
 
 def source_hash() -> str:

@@ -3,18 +3,22 @@
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 
 import tpfused
 from tpfused import cli, reference
-from tpfused.checking import cases
+from tpfused.checking import cases, worker
 from tpfused.checking.cases import LAYERS, OPERATIONS, Case
-from tpfused.checking.rule import judge
+from tpfused.checking.rule import Verdict, judge
 from tpfused.group import TPGroup
-from tpfused.layers import mlp
+from tpfused.kernels.decode import decode_attention
+from tpfused.layers import cache, mlp
+from tpfused.layers.cache import KVCache, LayerCache
 from tpfused.overlap.tiers import wanted
+from tpfused.training.launch import Worker
 
 ALONE = TPGroup(None, 0, 1)
 CPU = torch.device("cpu")
@@ -64,6 +68,31 @@ def test_a_whole_run(tmp_path, capfd):
     assert f"{len(found['rows'])} right, 0 wrong of {len(found['rows'])}" in told
 
 
+@pytest.mark.parametrize("rank, group", [(0, 0), (2, 1), (3, 1)])
+def test_a_case_alone_gets_the_data_of_the_full_run(rank, group, monkeypatch):
+    seen = {}
+    monkeypatch.setattr(worker, "run", lambda case, *place: seen.update({case: torch.initial_seed()}) or Verdict(0, ""))
+    monkeypatch.setattr(worker, "_agreed", lambda mine: (0.0, "", ""))
+    monkeypatch.setattr(worker, "_group", lambda degree, of: ALONE)
+    for name in ("join_group", "set_timeout"):
+        monkeypatch.setattr(worker, name, lambda *arguments: None)
+    monkeypatch.setattr(worker.dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(torch, "set_num_threads", lambda threads: None)
+
+    def seeds(chosen, seed):
+        seen.clear()
+        argument = {"cases": chosen, "device": "cpu", "degrees": (2,), "seed": seed}
+        worker.work(argument, Worker(rank, 4, rank, 4, None, lambda name, payload: None))
+        return dict(seen)
+
+    every = cases.cases((2,), ("reference",), on_gpu=True)
+    full = seeds(every, 5)
+    assert len(set(full.values())) == len({case.label for case in every}) == len(every)
+    for case in (every[0], every[7], every[-1]):
+        assert seeds([case], 5) == {case: full[case]} != seeds([case], 6)
+        assert full[case] == worker.data_seed(5, case, group) != worker.data_seed(5, case, group + 1)
+
+
 def test_sees_a_wrong_gradient(monkeypatch):
     case = Case("layer", "ParallelMLP", 1, "fp64")
     torch.manual_seed(0)
@@ -86,6 +115,57 @@ def test_a_kernel_is_not_compared_with_itself(monkeypatch):
     assert cases.run(case, ALONE, CPU).ratio > 1
 
 
+DECODING = [name for name, layer in LAYERS.items() if layer.decodes]
+
+
+@pytest.mark.parametrize("dtype", ["fp64", "fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", DECODING)
+def test_decoding_is_right(name, dtype, seed):
+    torch.manual_seed(seed)
+    assert 0 < cases.run(Case("layer", name, 1, dtype), ALONE, CPU).ratio < 1
+
+
+@pytest.mark.parametrize("wrong", ["single tokens", "fixed", "padding"])
+@pytest.mark.parametrize("name", DECODING)
+def test_sees_decoding_that_is_wrong(name, wrong, seed, monkeypatch):
+    attend, extend = LayerCache.attend, KVCache.extend
+
+    def attend_to_nothing(self, q, k, v, backend):
+        is_wrong = wrong == "single tokens" or self.step.seen == self.keys.shape[2]
+        return attend(self, q, k, v, backend) * (0 if is_wrong and q.shape[2] == 1 else 1)
+
+    def see_padding(self, tokens):
+        layers = extend(self, tokens)
+        if self.padding is None:
+            return layers
+        return [replace(layer, step=replace(layer.step, padding=self.padding * 0)) for layer in layers]
+
+    if wrong == "padding":
+        monkeypatch.setattr(KVCache, "extend", see_padding)
+    else:
+        monkeypatch.setattr(LayerCache, "attend", attend_to_nothing)
+    torch.manual_seed(seed)
+    verdict = cases.run(Case("layer", name, 1, "fp16"), ALONE, CPU)
+    assert verdict.ratio > 1
+    assert wrong == "single tokens" or {"fixed": "fixed", "padding": "padded"}[wrong] in verdict.tensor
+
+
+def test_single_tokens_run_the_kernel_where_it_can(seed, monkeypatch):
+    """In Triton's interpreter, where there is no GPU; the dense model runs without it."""
+    calls = []
+
+    def kernel(*arguments):
+        calls.append(wanted[-1])
+        return decode_attention(*arguments)
+
+    monkeypatch.setattr(cases, "CALLS", (38, 1, 1))
+    monkeypatch.setattr(cache, "runs_kernels", lambda *arguments: wanted[-1] != "reference")
+    monkeypatch.setattr(cache, "decode_attention", kernel)
+    torch.manual_seed(seed)
+    assert cases.run(Case("layer", DECODING[-1], 1, "fp16"), ALONE, CPU).ratio < 1
+    assert len(calls) == 4 * 2 * 2 and "reference" not in calls  # ways, single tokens, blocks
+
+
 def test_the_rule():
     exact = {"y": torch.ones(4, dtype=torch.float64)}
     eager = {"y": torch.ones(4, dtype=torch.bfloat16)}
@@ -96,3 +176,30 @@ def test_the_rule():
     assert ratio(1, 1, 1, 1) == 0 and ratio(1, 1, 1.0078125, 1) < 1
     assert ratio(1, 1, 1.5, 1) > 1 and ratio(1, 1, float("nan"), 1) == float("inf")
     assert ratio(1, 1, 1) == float("inf")
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("where", [("actual", "eager"), ("eager",), ("actual", "eager", "exact"), ("actual",)])
+def test_nothing_is_right_beside_what_is_not_finite(where, bad):
+    values = {name: torch.ones(4, dtype=torch.float64) for name in ("actual", "exact", "eager")}
+    for name in where:
+        values[name][1] = bad
+    told = judge(*({"y": values[name]} for name in ("actual", "exact", "eager")), lambda name, x: x)
+    assert told.ratio == float("inf") and told.tensor.startswith("y") and "not finite" in told.tensor
+    assert ("plain PyTorch" in told.tensor) == (where in (("actual", "eager"), ("eager",)))
+
+
+def test_zeros_are_right_and_all_else_is_not_zero():
+    zeros = {"y": torch.zeros(4)}
+    assert judge(zeros, zeros, zeros, lambda name, x: x).ratio == 0
+    assert judge({"y": zeros["y"] + 1e-30}, zeros, zeros, lambda name, x: x) == (float("inf"), "y")
+
+
+@pytest.mark.parametrize("error", [ZeroDivisionError("a"), KeyError("a"), RuntimeError("a\nb")])
+def test_what_a_case_raises_is_its_own(error, monkeypatch):
+    def run(*arguments):
+        raise error
+
+    monkeypatch.setattr(worker, "run", run)
+    verdict, told = worker._attempt(Case("layer", "ParallelMLP", 1, "fp64"), ALONE, CPU)
+    assert verdict.ratio == float("inf") and told.startswith(type(error).__name__) and "a" in told and "b" not in told

@@ -113,6 +113,8 @@ def check_refusals(ctx, tp, mode):
             kind(8, 16, **place)(block.randn(2, 9, dtype=torch.float32))
         with refuses(ValueError, 5):
             kind(8, 16, **place)(block.randn(2, 8, dtype=torch.float32), total_len=5)
+    with refuses(ValueError, "a gate's activation", None):
+        ParallelGatedMLP(8, 16, None, **place)
     if tp > 1:
         ffn = tp + 1
         with refuses(ValueError, ffn, tp):

@@ -277,7 +277,7 @@ def check_refusals(ctx, tp, mode):
         ("dropout", -0.1),
         ("attention_dropout", 1.5),
     ):
-        with refuses(ValueError, field.removeprefix("attention_"), value):
+        with refuses(ValueError, field, value):
             make(**{field: value})
     with refuses(ValueError, 4, 3):
         make(num_kv_heads=3)
@@ -361,6 +361,26 @@ def test_copies_and_the_meta_device(workers, tp, mode, seed):
 @modes
 def test_bad_input_is_refused_before_any_collective(workers, tp, mode):
     workers.run(check_refusals, tp, mode)
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_a_config_by_itself_refuses_what_cannot_be_built(config):
+    """Before any parameter is made: on the meta device, say, or for ranks that are not there yet."""
+    config.check()
+    for field, value in (
+        ("activation", "tanh"),
+        ("norm", "batchnorm"),
+        ("attention_dropout", 1.0),
+        ("attention_dropout", -0.1),
+        ("attention_dropout", float("nan")),
+    ):
+        with refuses(ValueError, field, value):
+            replace(config, **{field: value}).check()
+    replace(GPT, activation=None).check()
+    with refuses(ValueError, "a gate's activation", None):
+        replace(LLAMA, activation=None).check()
+    with refuses(ValueError, "ffn_size", 5, 4):
+        replace(LLAMA, ffn_size=5).check(4)
 
 
 def test_parameter_counts_of_the_sequence_memorising_model():

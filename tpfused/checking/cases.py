@@ -34,6 +34,9 @@ OPERATIONS = {
 }
 
 HIDDEN, FFN, HEADS, VOCABULARY, BATCH, TOKENS = 128, 320, 8, 1003, 2, 48
+# The tokens of a decoding model's calls: a prompt, more of it, and single ones; fewer than the cache has room for.
+CALLS, PADDING = (30, 7, 1, 1, 1, 1), 5
+SHARPER = 3  # attention's weights: as they are drawn, it is so weak that 16 bits would not tell whether it is there
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Layer:
     in_shard: bool = False  # its input is this rank's features
     out_shard: bool = False
     has_heads: bool = False  # which have to divide by the ranks
+    decodes: bool = False  # called with a cache, without gradients
 
 
 class _Loss(nn.Module):
@@ -62,7 +66,7 @@ class _Loss(nn.Module):
 
 
 class _Softmax(FusedScaleMaskSoftmax):
-    """Of one head's scores ``[queries, batch, keys]``: the only kernel that no layer of this package runs."""
+    """Of one head's scores ``[queries, batch, keys]``: a kernel that no layer of this package runs."""
 
     def __init__(self, *, group, device, dtype):
         super().__init__(False, False, AttnMaskType.causal, True, None, True, scale=0.5)
@@ -119,6 +123,10 @@ LAYERS = {
     "ParallelTransformer Llama, sequence_parallel": Layer(
         partial(_llama, tpfused.ParallelTransformer), ids=True, out_shard=True, has_heads=True
     ),
+    "ParallelTransformer decoding": Layer(partial(_gpt, tpfused.ParallelTransformer), has_heads=True, decodes=True),
+    "ParallelTransformer decoding Llama, sequence_parallel": Layer(
+        partial(_llama, tpfused.ParallelTransformer), has_heads=True, decodes=True
+    ),
 }
 
 
@@ -163,8 +171,9 @@ def cases(degrees: tuple[int, ...], tiers: tuple[str, ...], on_gpu: bool) -> lis
 def run(case: Case, group: TPGroup, device: torch.device) -> Verdict:
     """This rank's verdict. All ranks of the group draw the same random numbers first."""
     dtype = DTYPES[case.dtype]
+    kind = _operation if case.kind == "operation" else _decoding if LAYERS[case.name].decodes else _layer
     with tier(case.tier):
-        return (_operation if case.kind == "operation" else _layer)(case, group, device, dtype)
+        return kind(case, group, device, dtype)
 
 
 def _own(dim: int | None, whole: Tensor, group: TPGroup) -> Tensor:
@@ -202,9 +211,7 @@ def _operation(case: Case, group: TPGroup, device: torch.device, dtype: torch.dt
 
 def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:
     layer = LAYERS[case.name]
-    seed = torch.random.initial_seed()
-    module = _seeded(seed, partial(layer.build, group=group, device=device, dtype=dtype))
-    alone = _seeded(seed, partial(layer.build, group=TPGroup(None, 0, 1), device=device, dtype=dtype))
+    module, alone = _twins(layer, group, device, dtype)
     shape = (TOKENS, BATCH)
     if layer.ids:
         x = torch.randint(VOCABULARY, shape, device=device)
@@ -242,9 +249,43 @@ def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype)
     return judge(actual, exact, eager, part)
 
 
-def _seeded(seed: int, build: Callable[[], nn.Module]) -> nn.Module:
-    torch.manual_seed(seed)
-    return build()
+@torch.no_grad()
+def _decoding(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:
+    """Logits of tokens that come in several calls, against those of the dense model, which has no cache; as they come
+    in a CUDA graph too (`KVCache.fixed`), and beside a sequence whose first tokens are padding.
+    """
+    model, alone = (each.eval() for each in _twins(LAYERS[case.name], group, device, dtype))
+    for block in (*model.blocks, *alone.blocks):
+        for param in block.attention.parameters():
+            local(param).mul_(SHARPER)
+    ids = torch.randint(VOCABULARY, (BATCH, sum(CALLS)), device=device)
+    padding = torch.tensor([0] * (BATCH - 1) + [PADDING], device=device)
+
+    def dense(model: nn.Module) -> Results:
+        whole = model(ids)
+        beside_padding = torch.cat((*whole[:-1], model(ids[-1:, PADDING:])[0]))
+        return dict.fromkeys(("logits", "fixed"), whole) | dict.fromkeys(("padded", "padded, fixed"), beside_padding)
+
+    def decoded(fixed: bool, padding: Tensor | None) -> Tensor:
+        cache = tpfused.KVCache(model, BATCH, TOKENS, padding=padding)
+        cache.fixed = fixed
+        logits = torch.cat([model(part, cache=cache) for part in ids.split(CALLS, dim=1)], dim=1)
+        return logits if padding is None else torch.cat((*logits[:-1], logits[-1, PADDING:]))
+
+    with tier("reference"):
+        exact, eager = dense(deepcopy(alone).double()), dense(alone)
+    actual = {"logits": decoded(False, None), "fixed": decoded(True, None)}
+    actual |= {"padded": decoded(False, padding), "padded, fixed": decoded(True, padding)}
+    return judge(actual, exact, eager, lambda name, x: own_slice(x, -1, group))
+
+
+def _twins(layer: Layer, group: TPGroup, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+    """The layer on the ranks of `group`, and whole on one, of the same weights."""
+    seed, twins = torch.random.initial_seed(), []
+    for place in (group, TPGroup(None, 0, 1)):
+        torch.manual_seed(seed)
+        twins.append(layer.build(group=place, device=device, dtype=dtype))
+    return twins[0], twins[1]
 
 
 def _with_gradients(result: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> Results:

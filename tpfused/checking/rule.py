@@ -24,6 +24,8 @@ class Verdict(NamedTuple):
 def judge(actual: Results, exact: Results, eager: Results, part: Callable[[str, Tensor], Tensor]) -> Verdict:
     """Compare with ``max|x - exact| <= CHAIN * (2 max|eager - exact| + 2 eps max|exact|)``, of float64 with 100 eps.
 
+    What is NaN or infinite, or compared with what is, counts as infinitely far: nothing can be said of it.
+
     Args:
         actual: this rank's parts.
         exact, eager: the whole of each, in float64 and as plain PyTorch computes it in the same dtype.
@@ -36,11 +38,14 @@ def judge(actual: Results, exact: Results, eager: Results, part: Callable[[str, 
             return Verdict(float("inf"), f"{name} (shape {tuple(value.shape)}, not {tuple(expected.shape)})")
         if not value.numel():
             continue
+        for x, whose in ((exact[name], " of float64"), (eager[name], " of plain PyTorch"), (value, "")):
+            if not x.isfinite().all():
+                return Verdict(float("inf"), f"{name}{whose} (not finite)")
         error = (value.double() - expected).abs().max().item()
         allowed = 2 * (eager[name].double() - exact[name]).abs().max().item()
         roundings = ROUNDINGS_OF_FLOAT64 if value.dtype == torch.float64 else 2
         allowed += roundings * torch.finfo(value.dtype).eps * exact[name].abs().max().item()
-        ratio = error / (allowed * CHAIN) if error == error else float("inf")
+        ratio = error / (allowed * CHAIN) if allowed else float("inf") if error else 0.0
         if ratio > worst.ratio:
             worst = Verdict(ratio, name)
     return worst

@@ -4,8 +4,9 @@ import argparse
 
 DESCRIPTION = """\
 Compares every overlapped operation, by each way its rows can travel, and every
-layer with the dense computation in float64, gradients included, on fresh random
-data, at each degree of tensor parallelism that this machine's GPUs allow.
+layer with the dense computation in float64, gradients included, and decoding
+with a cache, on fresh random data, at each degree of tensor parallelism that
+this machine's GPUs allow.
 
 It needs no checkout and starts its own workers: one a GPU (NCCL), or two on the
 CPU (gloo) where there is no GPU.
@@ -16,6 +17,9 @@ examples:
   tpfused check                            everything, in a few minutes
   tpfused check --case all_gather_matmul   the cases with that in their name
   tpfused check --list                     what there is to check
+  tpfused check --seed 7 --case "ParallelMLP bf16 tp2"
+                                           a line of the run with that seed again,
+                                           on the same data
   tpfused check --json check.json          keep the results
 
 A line's number is the largest error of any output or gradient on any rank, as a

@@ -19,6 +19,7 @@ from tpfused.cli.errors import UserError
 from tpfused.overlap import saved
 
 UNKNOWN = "unknown"
+KERNELS = "embedding, rotary positions, attention to a cache, gated activation, masked softmax, cross entropy"
 
 
 def add_arguments(parser) -> None:
@@ -195,19 +196,25 @@ def parse_topology(text: str) -> dict[tuple[str, str], str]:
 
 
 def _extension(torch, gpus: list[dict]) -> dict:
-    try:
-        # torch comes first: it loads the NCCL that the extension shares with it.
-        compiled = importlib.import_module("tpfused._C") if torch else None
-    except ModuleNotFoundError:
-        compiled = None
-    except ImportError as error:
-        return {"built": True, "usable": False, "reason": str(error)}
-    if compiled is None:
-        return {"built": False, "reason": _why_not_built()}
+    if torch is None:
+        return {"built": False, "usable": False, "can_be_built": False, "reason": "torch cannot be imported"}
+    found = extension.find()
+    installed = {"installed": f"not used, for {found.passed_over}"} if found.passed_over else {}
+    if found.module is None:
+        reason = found.not_buildable
+        answer = {"built": bool(installed), "usable": False, "can_be_built": not reason, **installed}
+        if not reason and gpus:
+            reason = f"not yet: it will be compiled at first use, into {extension.cache_folder()}"
+        elif not reason:
+            reason = "not yet, but it can be: pip install --no-build-isolation . (in the source folder)"
+        return answer | {"reason": reason}
+    compiled = found.module
     built = compiled.build_info()
     answer = {
         "built": True,
         "usable": True,
+        "file": compiled.__file__,
+        **installed,
         "cuda": _cuda_version(built["cuda"]),
         "architectures": built["architectures"].split(),
         "nccl_compiled": _dotted_nccl(built["nccl_compiled"]),
@@ -216,14 +223,6 @@ def _extension(torch, gpus: list[dict]) -> dict:
     if gpus:
         answer["runs_on_gpus"] = [_kernels_on(compiled, gpu["index"]) for gpu in gpus]
     return answer
-
-
-def _why_not_built() -> str:
-    try:
-        extension.find_toolchain()
-    except extension.NotBuildable as reason:
-        return str(reason)
-    return "not yet, but it can be: pip install --no-build-isolation . (in the source folder)"
 
 
 def _kernels_on(compiled, index: int) -> str:
@@ -244,17 +243,9 @@ def _dotted_nccl(number: int) -> str:
 
 
 def _matmuls(gpus: list[dict], built: dict, backend: str) -> str:
-    if len(gpus) > 1 and (built.get("usable") or _can_be_built(built)):
+    if len(gpus) > 1 and (built["usable"] or built["can_be_built"]):
         return "overlapped with their collectives, where that is the faster"
     return f"plain path: torch's, then {backend} collectives"
-
-
-def _can_be_built(built: dict) -> bool:
-    """At first use, if it is not there."""
-    try:
-        return not built["built"] and extension.find_toolchain() is not None
-    except extension.NotBuildable:
-        return False
 
 
 def _kernels(gpus: list[dict]) -> str:
@@ -274,5 +265,5 @@ def _uses(torch, gpus: list[dict], built: dict) -> dict:
         "device": f"cuda ({len(gpus)})" if gpus else "cpu",
         "backend": backend,
         "matmuls": _matmuls(gpus, built, backend),
-        "embedding, gated activation, cross entropy": _kernels(gpus),
+        KERNELS: _kernels(gpus),
     }

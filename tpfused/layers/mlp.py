@@ -3,16 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor, nn
 
 from tpfused import checks, reference
+from tpfused.group import resolve_group
 from tpfused.kernels.gated_act import gated_act
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
 from tpfused.sharding import padded_shard_size
+
+COMMON = (
+    *("sequence_parallel", "sequence_dim", "init_method", "backend", "accumulate_main_grad"),
+    *("group", "mesh", "device", "dtype"),
+)
+
+
+def _common(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Of a constructor's arguments, those that both of its linear layers take."""
+    return {name: arguments[name] for name in COMMON}
 
 
 class ParallelMLP(nn.Module):
@@ -45,20 +57,10 @@ class ParallelMLP(nn.Module):
         device=None,
         dtype=None,
     ):
+        common = _common(locals())
         super().__init__()
         check_size(hidden_size, "hidden_size")
         check_size(ffn_size, "ffn_size")
-        common = {
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim,
-            "init_method": init_method,
-            "backend": backend,
-            "accumulate_main_grad": accumulate_main_grad,
-            "group": group,
-            "mesh": mesh,
-            "device": device,
-            "dtype": dtype,
-        }
         self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **common)
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
@@ -74,7 +76,8 @@ class ParallelGatedMLP(nn.Module):
     0, up 0, gate 1, up 1, ...
 
     Raises:
-        ValueError: `ffn_size` splits over the ranks such that a gate and its up would be on two of them.
+        ValueError: `activation` is None, or `ffn_size` splits over the ranks such that a gate and its up would be on
+        two of them.
     """
 
     packed_children = {"gate_up": GateUpPacking()}
@@ -96,34 +99,30 @@ class ParallelGatedMLP(nn.Module):
         device=None,
         dtype=None,
     ):
+        common = _common(locals())
         super().__init__()
         check_size(hidden_size, "hidden_size")
         check_size(ffn_size, "ffn_size")
-        checks.check_activation(activation)
-        common = {
-            "sequence_parallel": sequence_parallel,
-            "sequence_dim": sequence_dim,
-            "init_method": init_method,
-            "backend": backend,
-            "accumulate_main_grad": accumulate_main_grad,
-            "group": group,
-            "mesh": mesh,
-            "device": device,
-            "dtype": dtype,
-        }
+        check_gates(ffn_size, activation, resolve_group(group, mesh).size)
         packing = self.packed_children["gate_up"]
         self.activation = activation
         self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **common)
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, **common)
-        ranks = self.gate_up.group.size
-        if padded_shard_size(2 * ffn_size, ranks) != 2 * padded_shard_size(ffn_size, ranks):
-            raise ValueError(
-                f"ffn_size {ffn_size} on {ranks} ranks would put a gate and its up on two ranks: "
-                f"{2 * ffn_size} packed rows split into shards of {padded_shard_size(2 * ffn_size, ranks)}"
-            )
 
     def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
         gate_up = self.gate_up(x, total_len=total_len)
         gate = gated_act if runs_kernels(gate_up, self.down.backend, "gated activation") else reference.gated_act
         return self.down(gate(gate_up, activation=self.activation))
+
+
+def check_gates(ffn_size: int, activation: str, ranks: int) -> None:
+    """Refuse what `ParallelGatedMLP` cannot be built with on `ranks` ranks."""
+    known = [name for name in checks.ACTIVATIONS if name is not None]
+    if activation not in known:
+        raise ValueError(f"a gate's activation must be one of {', '.join(map(repr, known))}, not {activation!r}")
+    if padded_shard_size(2 * ffn_size, ranks) != 2 * padded_shard_size(ffn_size, ranks):
+        raise ValueError(
+            f"ffn_size {ffn_size} on {ranks} ranks would put a gate and its up on two ranks: "
+            f"{2 * ffn_size} packed rows split into shards of {padded_shard_size(2 * ffn_size, ranks)}"
+        )

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tpfused import generation
+from tpfused import checks, generation
 from tpfused.collectives import own_slice
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.attention import ParallelAttention, check_heads
@@ -19,8 +19,8 @@ from tpfused.layers.cache import KVCache, LayerCache, with_attributes
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, column_forward
 from tpfused.layers.loss import vocab_parallel_cross_entropy
-from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP
-from tpfused.layers.norm import Norm, check_eps
+from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP, check_gates
+from tpfused.layers.norm import KINDS, Norm, check_eps
 from tpfused.overlap.tiers import recomputed_alike
 from tpfused.parameter import ParallelModule, check_size, local
 from tpfused.random import rank_rng
@@ -94,11 +94,17 @@ class TransformerConfig:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
             check_size(getattr(self, name), name)
         _check_choice("positions", self.positions, ("learned", "rotary"))
+        _check_choice("norm", self.norm, KINDS)
         _check_choice("init", self.init, ("default", "xavier"))
         _check_choice("sequence_dim", self.sequence_dim, (0, 1))
         check_eps(self.norm_eps, "norm_eps")
-        if not 0.0 <= self.dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), not {self.dropout}")
+        for name in ("dropout", "attention_dropout"):
+            if not 0.0 <= getattr(self, name) < 1.0:
+                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+        if self.gated:
+            check_gates(self.ffn_size, self.activation, ranks)
+        else:
+            checks.check_activation(self.activation)
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         rotary = self.positions == "rotary"
         check_heads(self.hidden_size, self.num_heads, kv_heads, self.head_dim, ranks, rotary)
