@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfused.agreement import attempt, raise_together
 from tpfused.checkpoint import check_state, model_entries, save_entry
-from tpfused.parallel.same import check_alike, failure_of, raise_together
+from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local, shard_info, whole_shape
 
@@ -50,8 +51,7 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
         On every rank, where it concerns one. Nothing has been loaded then, on any.
     """
     with ExitStack() as files:
-        found: dict[str, StoredTensor] = {}
-        failure = failure_of(lambda: found.update(_found(model, path, device, files)))
+        found, failure = attempt(_found, model, path, device, files)
         raise_together(failure, _groups_of(model))
         _leave_meta(model, device)
         for entry in model_entries(model):
@@ -110,13 +110,13 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     for entry in model_entries(model):
         state: dict[str, Tensor] = {}
         # After a failure rank 0 still gathers, which all ranks do together.
-        failed = failure_of(save_entry, entry, entry.tensor, entry.names, state)
+        _, failed = attempt(save_entry, entry, entry.tensor, entry.names, state)
         if writer is not None and failed is None and failure is None:
-            failed = failure_of(writer.add, state)
+            _, failed = attempt(writer.add, state)
         failure = failure or failed
     if writer is not None and failure is None:
         configs = (getattr(model, name, None) for name in ("config", "generation_config"))
-        failure = failure_of(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
+        _, failure = attempt(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
     if writer is not None:
         writer.clean_up()
     raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [])
@@ -195,8 +195,8 @@ class _Writer:
     def _finish_several(self) -> None:
         """Under names that no earlier checkpoint has, so that the new index takes the place of the old one at once."""
         homes = {}
-        for attempt in count():
-            tag = f"-{attempt}" if attempt else ""
+        for attempted in count():
+            tag = f"-{attempted}" if attempted else ""
             names = [f"model{tag}-{i:05d}-of-{len(self.files):05d}.safetensors" for i in range(1, len(self.files) + 1)]
             if not any((self.folder / name).exists() for name in names):
                 break
