@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpfused.agreement import attempt, raise_together
+from tpfused.agreement import attempt, raise_together, together
 from tpfused.checkpoint import check_state, model_entries, save_entry
 from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
@@ -48,25 +48,31 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
         ValueError: tensors are missing, not the model's, or of another shape (all are listed), or in two files; a file
             that is broken; buffers on the meta device that cannot be computed.
 
-        On every rank, where it concerns one. Nothing has been loaded then, on any.
+        On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
+        read is raised on every rank, too, but parts have been loaded.
     """
+    groups = _groups_of(model)
     with ExitStack() as files:
-        found, failure = attempt(_found, model, path, device, files)
-        raise_together(failure, _groups_of(model))
-        _leave_meta(model, device)
-        for entry in model_entries(model):
-            local(entry.tensor).copy_(entry.read([found[name] for name in entry.names]))
+        found = together(partial(_found, model, path, files), groups)
+        for module, name, tensor in together(partial(_off_meta, model, device), groups):
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(name, tensor)
+            else:
+                module._buffers[name] = tensor
+        together(partial(_read, model, found), groups)
 
 
-def _found(
-    model: nn.Module, path: str | Path, device: torch.device | str | None, files: ExitStack
-) -> dict[str, StoredTensor]:
-    """All that the model needs, and nothing else, by its names; buffers that are in no checkpoint are computed."""
+def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, StoredTensor]:
+    """All that the model needs, and nothing else, by its names."""
     found = _by_names_of(model, _open(Path(path), files))
     expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
     check_state(found, expected)
-    _compute_buffers(model, device)
     return found
+
+
+def _read(model: nn.Module, found: dict[str, StoredTensor]) -> None:
+    for entry in model_entries(model):
+        local(entry.tensor).copy_(entry.read([found[name] for name in entry.names]))
 
 
 def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -262,44 +268,53 @@ def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[s
     return found
 
 
-def _leave_meta(model: nn.Module, device: torch.device | str | None) -> None:
-    """Make what is on the meta device, uninitialised; tied parameters stay tied."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the old: the old and the new
+def _off_meta(model: nn.Module, device: torch.device | str | None) -> list[tuple[nn.Module, str, Tensor]]:
+    """What is to take the place of each tensor on the meta device, and where. It is uninitialised, but for the buffers
+    that no checkpoint holds; tied parameters stay tied.
+    """
+    made = _computed_buffers(model, device)
+    computed = {(module, name) for module, name, _ in made}
+    params: dict[int, nn.Parameter] = {}  # by the id of the old
     for module in model.modules():
-        for name, param in list(module._parameters.items()):
+        for name, param in module._parameters.items():
             if param is not None and param.is_meta:
-                if id(param) not in made:
-                    made[id(param)] = param, empty_on(param, _device_of(param, device))
-                module.register_parameter(name, made[id(param)][1])
+                if id(param) not in params:
+                    params[id(param)] = empty_on(param, _device_of(param, device))
+                made.append((module, name, params[id(param)]))
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=_device_of(buffer, device))
+            if buffer is not None and buffer.is_meta and (module, name) not in computed:
+                made.append((module, name, torch.empty_like(buffer, device=_device_of(buffer, device))))
+    return made
 
 
-def _compute_buffers(model: nn.Module, device: torch.device | str | None) -> None:
-    """Make the buffers on the meta device that no checkpoint holds, as the model's `_init_weights` fills them."""
+def _computed_buffers(model: nn.Module, device: torch.device | str | None) -> list[tuple[nn.Module, str, Tensor]]:
+    """For the buffers on the meta device that no checkpoint holds, what the model's `_init_weights` fills them with."""
     device = _device_of(next((p for p in model.parameters() if hasattr(p, "device_mesh")), None), device)
-    left, made = [], []
+    made, left = [], []
     for path, module in model.named_modules():
-        own = module._non_persistent_buffers_set & {
-            n for n, b in module._buffers.items() if b is not None and b.is_meta
-        }
-        for name in own:
-            made.append((module._buffers, name, module._buffers[name]))
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-            module._buffers[name].fill_(_unlikely(module._buffers[name].dtype))
-        if own and hasattr(model, "_init_weights"):
-            model._init_weights(module)
-        for name in own:
-            if (module._buffers[name] == _unlikely(module._buffers[name].dtype)).any():
-                left.append(f"{path}.{name}")
+        params, buffers = module._parameters, module._buffers
+        own = [n for n, b in buffers.items() if n in module._non_persistent_buffers_set and b is not None and b.is_meta]
+        if not own:
+            continue
+        # In the module's own place, and taken out of it again: some rank may fail. What else it has, is not to change.
+        module._parameters = {n: p if p is None or p.is_meta else empty_on(p, "meta") for n, p in params.items()}
+        module._buffers = {n: b if b is None else b.clone() for n, b in buffers.items()}
+        try:
+            for name in own:
+                fresh = torch.empty_like(buffers[name], device=device)
+                module._buffers[name] = fresh.fill_(_unlikely(fresh.dtype))
+            if hasattr(model, "_init_weights"):
+                model._init_weights(module)
+            made += [(module, name, module._buffers[name]) for name in own]
+            left += [f"{path}.{n}" for n in own if (module._buffers[n] == _unlikely(module._buffers[n].dtype)).any()]
+        finally:
+            module._parameters, module._buffers = params, buffers
     if left:
-        for buffers, name, on_meta in made:
-            buffers[name] = on_meta
         raise ValueError(
             f"buffers on the meta device that are in no checkpoint and that nothing computes: {', '.join(left)}; build "
             f"the model with parameters only on the meta device"
         )
+    return made
 
 
 def _unlikely(dtype: torch.dtype) -> float | int | bool:

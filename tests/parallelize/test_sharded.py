@@ -310,6 +310,74 @@ def test_what_transformers_from_pretrained_cannot_load(workers):
     workers.run(check_transformers_cannot)
 
 
+class Computing(torch.nn.Sequential):
+    """Fills what its modules have, as transformers' models do."""
+
+    def _init_weights(self, module):
+        if torch.is_tensor(module.angles):
+            module.angles.copy_(torch.arange(4.0))
+        module.weight.fill_(7)
+        module.scale.fill_(7)
+
+
+class Turned(tpfused.ColumnParallelLinear):
+    def __init__(self, **place):
+        super().__init__(4, 4, **place)
+        self.register_buffer("angles", torch.arange(4.0, device="meta"), persistent=False)
+        self.register_buffer("scale", torch.ones(1))
+
+
+def check_nothing_changes(ctx, folder):
+    """Buffers are computed once all ranks can load, and put into the model once all have computed theirs."""
+    last, computed = ctx.rank == ctx.world - 1, []
+    model = Computing(Turned(mesh=ctx.mesh(ctx.world), device=ctx.device))
+    tpfused.save_sharded(model, folder)
+    before = {name: tensor.clone() for name, tensor in model[0].state_dict().items()}
+
+    def check_same_as_before():
+        assert model[0].angles.is_meta
+        for name, tensor in model[0].state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+
+    original = Computing._init_weights
+    with mock.patch.object(Computing, "_init_weights", lambda *args: computed.append(original(*args))):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            tpfused.load_sharded(model, folder / "nowhere" if last else folder)
+        assert not computed
+        check_same_as_before()
+        tpfused.load_sharded(model, folder)
+        assert computed and torch.equal(model[0].angles.cpu(), torch.arange(4.0))
+    assert not any((tensor == 7).any() for tensor in model[0].state_dict().values())
+
+    model[0].angles = model[0].angles.to("meta")
+    with mock.patch.object(Computing, "_init_weights", lambda *args: last or original(*args)):
+        with pytest.raises(ValueError, match=r"0\.angles"):
+            tpfused.load_sharded(model, folder)
+    check_same_as_before()
+
+
+def test_nothing_changes_where_one_rank_cannot_load(workers, tmp_path):
+    workers.run(check_nothing_changes, tmp_path)
+
+
+def check_broken_read(ctx, folder):
+    model = on_meta(ctx, ctx.world, "llama")
+    last = ctx.rank == ctx.world - 1
+
+    def broken(self, box):
+        raise OSError("the disk is gone")
+
+    with mock.patch.object(sharded.StoredTensor, "__getitem__", broken if last else sharded.StoredTensor.__getitem__):
+        with pytest.raises(
+            OSError, match=f"rank {ctx.world - 1} raised OSError: the disk" if not last else "^the disk"
+        ):
+            tpfused.load_sharded(model, folder / "llama")
+
+
+def test_a_read_that_fails_on_one_rank_is_told_to_all(workers, folder):
+    workers.run(check_broken_read, folder)
+
+
 def check_failed_save(ctx, folder, path):
     model = on_meta(ctx, ctx.world, "llama")
     tpfused.load_sharded(model, folder / "llama")
