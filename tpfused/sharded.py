@@ -101,17 +101,20 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     is whole there, and other files stay.
 
     Raises:
-        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, models that
-            differ between ranks.
-        OSError: rank 0 could not write. The earlier checkpoint is still there then.
+        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, rank 0's
+            `path` that is none, models that differ between ranks.
+        OSError: rank 0 could not write, and the earlier checkpoint is still there; or it could not delete what the new
+            one, which is whole, replaces.
 
         On every rank, where it concerns one.
     """
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    check = partial(_savable, model, path if writes else "", max_file_bytes)
     if dist.is_initialized():
-        check_alike(partial(_savable, model, max_file_bytes), dist.group.WORLD)
+        check_alike(check, dist.group.WORLD)
     else:
-        _savable(model, max_file_bytes)
-    writer = _Writer(Path(path), max_file_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
+        check()
+    writer = _Writer(Path(path), max_file_bytes) if writes else None
     failure = None
     for entry in model_entries(model):
         state: dict[str, Tensor] = {}
@@ -120,16 +123,17 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
         if writer is not None and failed is None and failure is None:
             _, failed = attempt(writer.add, state)
         failure = failure or failed
-    if writer is not None and failure is None:
-        configs = (getattr(model, name, None) for name in ("config", "generation_config"))
-        _, failure = attempt(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
     if writer is not None:
-        writer.clean_up()
+        if failure is None:
+            _, failure = attempt(writer.finish, model)
+        _, failed = attempt(writer.clean_up)
+        failure = failure or failed
     raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [])
 
 
-def _savable(model: nn.Module, max_file_bytes: int) -> list[str]:
+def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[str]:
     """What is in the model, in words."""
+    Path(path)  # which refuses what is none
     check_size(max_file_bytes, "max_file_bytes")
     entries = list(model_entries(model))
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
@@ -180,38 +184,43 @@ class _Writer:
         self.files.append((temporary, list(self.pending)))
         self.pending = {}
 
-    def finish(self, configs: list) -> None:
+    def finish(self, model: nn.Module) -> None:
         if self.pending or not self.files:
             self._flush()
-        for config in configs:
-            config.save_pretrained(self.folder)
+        for config in (getattr(model, name, None) for name in ("config", "generation_config")):
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(self.folder)
         earlier = []
         if (self.folder / INDEX).exists():
             with suppress(ValueError):  # a broken one names nothing that this save would replace
-                earlier += [file for file in _indexed(self.folder) if file.parent == self.folder]
+                named = [file for file in _indexed(self.folder) if file.suffix == ".safetensors"]
+                earlier += [file for file in named if file.parent == self.folder]
         if len(self.files) == 1:  # which comes before an index
+            names = [SINGLE]
             self.files[0][0].replace(self.folder / SINGLE)
             earlier.append(self.folder / INDEX)
         else:
-            self._finish_several()
+            names = self._finish_several()
             earlier.append(self.folder / SINGLE)
+        # The old index may name what is new: the one file, or several that were missing.
         for old in earlier:
-            old.unlink(missing_ok=True)
+            if old.name not in names:
+                old.unlink(missing_ok=True)
 
-    def _finish_several(self) -> None:
+    def _finish_several(self) -> list[str]:
         """Under names that no earlier checkpoint has, so that the new index takes the place of the old one at once."""
-        homes = {}
         for attempted in count():
             tag = f"-{attempted}" if attempted else ""
             names = [f"model{tag}-{i:05d}-of-{len(self.files):05d}.safetensors" for i in range(1, len(self.files) + 1)]
             if not any((self.folder / name).exists() for name in names):
                 break
-        for name, (temporary, held) in zip(names, self.files, strict=True):
+        homes = {key: name for name, (_, held) in zip(names, self.files, strict=True) for key in held}
+        index = self.folder / f".{INDEX}.partial"
+        index.write_text(json.dumps({"metadata": {"total_size": self.total}, "weight_map": homes}, indent=2))
+        for name, (temporary, _) in zip(names, self.files, strict=True):
             temporary.replace(self.folder / name)
-            homes |= dict.fromkeys(held, name)
-        new = self.folder / f".{INDEX}.partial"
-        new.write_text(json.dumps({"metadata": {"total_size": self.total}, "weight_map": homes}, indent=2))
-        new.replace(self.folder / INDEX)
+        index.replace(self.folder / INDEX)
+        return names
 
     def clean_up(self) -> None:
         """What a save that failed, this one or an earlier one, has left."""

@@ -378,16 +378,56 @@ def test_a_read_that_fails_on_one_rank_is_told_to_all(workers, folder):
     workers.run(check_broken_read, folder)
 
 
-def check_failed_save(ctx, folder, path):
+def check_failed_save(ctx, folder, path, kept):
     model = on_meta(ctx, ctx.world, "llama")
     tpfused.load_sharded(model, folder / "llama")
     with pytest.raises(OSError, match="blocked"):
         tpfused.save_sharded(model, path)
+    with pytest.raises(TypeError, match="NoneType"):
+        tpfused.save_sharded(model, path.parent / "out" if ctx.rank else None)
+    with pytest.raises(OSError, match=r"\.partial"):
+        tpfused.save_sharded(model, kept)
+    with mock.patch.object(type(model.config), "save_pretrained", mock.Mock(side_effect=KeyError("a setting"))):
+        with pytest.raises(KeyError if ctx.rank == 0 else RuntimeError, match="a setting"):
+            tpfused.save_sharded(model, path.parent / "out")
 
 
 def test_a_failed_save_is_told_to_all_ranks(workers, folder, tmp_path):
     (tmp_path / "blocked").write_text("a file where the folder should be")
-    workers.run(check_failed_save, folder, tmp_path / "blocked")
+    kept = tmp_path / "kept"
+    (kept / f".{sharded.SINGLE}.7.partial").mkdir(parents=True)  # which unlink refuses
+    workers.run(check_failed_save, folder, tmp_path / "blocked", kept)
+    assert digest(stored(kept)) == digest(stored(folder / "llama"))
+
+
+NUMBERED = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+OLD = ["old.safetensors", "model-00001-of-00003.safetensors"]
+
+
+@pytest.mark.parametrize("named", [[sharded.SINGLE], [sharded.SINGLE, *OLD], NUMBERED, [*NUMBERED, *OLD]])
+@pytest.mark.parametrize("new", [[sharded.SINGLE], NUMBERED])
+@pytest.mark.parametrize("missing", [[], NUMBERED, [sharded.SINGLE]])
+def test_what_an_old_index_names_and_is_new_stays(tmp_path, named, new, missing):
+    """Some converters write an index beside a single file; of a download that was cut off, files are missing."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    others = [folder / "config.json", tmp_path / "other.safetensors", folder / "vae.safetensors"]
+    for file in (*(folder / name for name in named if name not in missing), *others):
+        file.write_text("old")
+    named = [*named, "config.json", "../other.safetensors", sharded.INDEX]
+    homes = {f"tensor.{number}": name for number, name in enumerate(named)}
+    (folder / sharded.INDEX).write_text(json.dumps({"weight_map": homes}))
+
+    model = torch.nn.Linear(4, 4)
+    expected = digest(model.state_dict())
+    tpfused.save_sharded(model, folder, max_file_bytes=1000 if new == [sharded.SINGLE] else 64)
+    torch.nn.init.zeros_(model.weight)
+    tpfused.load_sharded(model, folder)
+    assert digest(model.state_dict()) == expected
+    assert all(file.read_text() == "old" for file in others)
+    files = {file.name for file in folder.iterdir()} - {"config.json", "vae.safetensors", sharded.INDEX}
+    assert len(files) == len(new) and files.isdisjoint(OLD), files
+    assert (folder / sharded.INDEX).exists() == (len(new) > 1)
 
 
 def test_a_file_holds_what_its_metadata_says(workers, folder, tmp_path):
