@@ -18,8 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfused.agreement import attempt, raise_together, together
 from tpfused.checkpoint import check_state, model_entries, save_entry
-from tpfused.parallel.same import check_alike, failure_of, raise_together
+from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local, shard_info, whole_shape
 
@@ -47,26 +48,31 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
         ValueError: tensors are missing, not the model's, or of another shape (all are listed), or in two files; a file
             that is broken; buffers on the meta device that cannot be computed.
 
-        On every rank, where it concerns one. Nothing has been loaded then, on any.
+        On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
+        read is raised on every rank, too, but parts have been loaded.
     """
+    groups = _groups_of(model)
     with ExitStack() as files:
-        found: dict[str, StoredTensor] = {}
-        failure = failure_of(lambda: found.update(_found(model, path, device, files)))
-        raise_together(failure, _groups_of(model))
-        _leave_meta(model, device)
-        for entry in model_entries(model):
-            local(entry.tensor).copy_(entry.read([found[name] for name in entry.names]))
+        found = together(partial(_found, model, path, files), groups)
+        for module, name, tensor in together(partial(_off_meta, model, device), groups):
+            if isinstance(tensor, nn.Parameter):
+                module.register_parameter(name, tensor)
+            else:
+                module._buffers[name] = tensor
+        together(partial(_read, model, found), groups)
 
 
-def _found(
-    model: nn.Module, path: str | Path, device: torch.device | str | None, files: ExitStack
-) -> dict[str, StoredTensor]:
-    """All that the model needs, and nothing else, by its names; buffers that are in no checkpoint are computed."""
+def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, StoredTensor]:
+    """All that the model needs, and nothing else, by its names."""
     found = _by_names_of(model, _open(Path(path), files))
     expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
     check_state(found, expected)
-    _compute_buffers(model, device)
     return found
+
+
+def _read(model: nn.Module, found: dict[str, StoredTensor]) -> None:
+    for entry in model_entries(model):
+        local(entry.tensor).copy_(entry.read([found[name] for name in entry.names]))
 
 
 def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
@@ -95,35 +101,39 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     is whole there, and other files stay.
 
     Raises:
-        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, models that
-            differ between ranks.
-        OSError: rank 0 could not write. The earlier checkpoint is still there then.
+        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, rank 0's
+            `path` that is none, models that differ between ranks.
+        OSError: rank 0 could not write, and the earlier checkpoint is still there; or it could not delete what the new
+            one, which is whole, replaces.
 
         On every rank, where it concerns one.
     """
+    writes = not dist.is_initialized() or dist.get_rank() == 0
+    check = partial(_savable, model, path if writes else "", max_file_bytes)
     if dist.is_initialized():
-        check_alike(partial(_savable, model, max_file_bytes), dist.group.WORLD)
+        check_alike(check, dist.group.WORLD)
     else:
-        _savable(model, max_file_bytes)
-    writer = _Writer(Path(path), max_file_bytes) if not dist.is_initialized() or dist.get_rank() == 0 else None
+        check()
+    writer = _Writer(Path(path), max_file_bytes) if writes else None
     failure = None
     for entry in model_entries(model):
         state: dict[str, Tensor] = {}
         # After a failure rank 0 still gathers, which all ranks do together.
-        failed = failure_of(save_entry, entry, entry.tensor, entry.names, state)
+        _, failed = attempt(save_entry, entry, entry.tensor, entry.names, state)
         if writer is not None and failed is None and failure is None:
-            failed = failure_of(writer.add, state)
+            _, failed = attempt(writer.add, state)
         failure = failure or failed
-    if writer is not None and failure is None:
-        configs = (getattr(model, name, None) for name in ("config", "generation_config"))
-        failure = failure_of(writer.finish, [config for config in configs if hasattr(config, "save_pretrained")])
     if writer is not None:
-        writer.clean_up()
+        if failure is None:
+            _, failure = attempt(writer.finish, model)
+        _, failed = attempt(writer.clean_up)
+        failure = failure or failed
     raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [])
 
 
-def _savable(model: nn.Module, max_file_bytes: int) -> list[str]:
+def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[str]:
     """What is in the model, in words."""
+    Path(path)  # which refuses what is none
     check_size(max_file_bytes, "max_file_bytes")
     entries = list(model_entries(model))
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
@@ -174,38 +184,43 @@ class _Writer:
         self.files.append((temporary, list(self.pending)))
         self.pending = {}
 
-    def finish(self, configs: list) -> None:
+    def finish(self, model: nn.Module) -> None:
         if self.pending or not self.files:
             self._flush()
-        for config in configs:
-            config.save_pretrained(self.folder)
+        for config in (getattr(model, name, None) for name in ("config", "generation_config")):
+            if hasattr(config, "save_pretrained"):
+                config.save_pretrained(self.folder)
         earlier = []
         if (self.folder / INDEX).exists():
             with suppress(ValueError):  # a broken one names nothing that this save would replace
-                earlier += [file for file in _indexed(self.folder) if file.parent == self.folder]
+                named = [file for file in _indexed(self.folder) if file.suffix == ".safetensors"]
+                earlier += [file for file in named if file.parent == self.folder]
         if len(self.files) == 1:  # which comes before an index
+            names = [SINGLE]
             self.files[0][0].replace(self.folder / SINGLE)
             earlier.append(self.folder / INDEX)
         else:
-            self._finish_several()
+            names = self._finish_several()
             earlier.append(self.folder / SINGLE)
+        # The old index may name what is new: the one file, or several that were missing.
         for old in earlier:
-            old.unlink(missing_ok=True)
+            if old.name not in names:
+                old.unlink(missing_ok=True)
 
-    def _finish_several(self) -> None:
+    def _finish_several(self) -> list[str]:
         """Under names that no earlier checkpoint has, so that the new index takes the place of the old one at once."""
-        homes = {}
-        for attempt in count():
-            tag = f"-{attempt}" if attempt else ""
+        for attempted in count():
+            tag = f"-{attempted}" if attempted else ""
             names = [f"model{tag}-{i:05d}-of-{len(self.files):05d}.safetensors" for i in range(1, len(self.files) + 1)]
             if not any((self.folder / name).exists() for name in names):
                 break
-        for name, (temporary, held) in zip(names, self.files, strict=True):
+        homes = {key: name for name, (_, held) in zip(names, self.files, strict=True) for key in held}
+        index = self.folder / f".{INDEX}.partial"
+        index.write_text(json.dumps({"metadata": {"total_size": self.total}, "weight_map": homes}, indent=2))
+        for name, (temporary, _) in zip(names, self.files, strict=True):
             temporary.replace(self.folder / name)
-            homes |= dict.fromkeys(held, name)
-        new = self.folder / f".{INDEX}.partial"
-        new.write_text(json.dumps({"metadata": {"total_size": self.total}, "weight_map": homes}, indent=2))
-        new.replace(self.folder / INDEX)
+        index.replace(self.folder / INDEX)
+        return names
 
     def clean_up(self) -> None:
         """What a save that failed, this one or an earlier one, has left."""
@@ -262,44 +277,53 @@ def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[s
     return found
 
 
-def _leave_meta(model: nn.Module, device: torch.device | str | None) -> None:
-    """Make what is on the meta device, uninitialised; tied parameters stay tied."""
-    made: dict[int, tuple[nn.Parameter, nn.Parameter]] = {}  # by the id of the old: the old and the new
+def _off_meta(model: nn.Module, device: torch.device | str | None) -> list[tuple[nn.Module, str, Tensor]]:
+    """What is to take the place of each tensor on the meta device, and where. It is uninitialised, but for the buffers
+    that no checkpoint holds; tied parameters stay tied.
+    """
+    made = _computed_buffers(model, device)
+    computed = {(module, name) for module, name, _ in made}
+    params: dict[int, nn.Parameter] = {}  # by the id of the old
     for module in model.modules():
-        for name, param in list(module._parameters.items()):
+        for name, param in module._parameters.items():
             if param is not None and param.is_meta:
-                if id(param) not in made:
-                    made[id(param)] = param, empty_on(param, _device_of(param, device))
-                module.register_parameter(name, made[id(param)][1])
+                if id(param) not in params:
+                    params[id(param)] = empty_on(param, _device_of(param, device))
+                made.append((module, name, params[id(param)]))
         for name, buffer in module._buffers.items():
-            if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty_like(buffer, device=_device_of(buffer, device))
+            if buffer is not None and buffer.is_meta and (module, name) not in computed:
+                made.append((module, name, torch.empty_like(buffer, device=_device_of(buffer, device))))
+    return made
 
 
-def _compute_buffers(model: nn.Module, device: torch.device | str | None) -> None:
-    """Make the buffers on the meta device that no checkpoint holds, as the model's `_init_weights` fills them."""
+def _computed_buffers(model: nn.Module, device: torch.device | str | None) -> list[tuple[nn.Module, str, Tensor]]:
+    """For the buffers on the meta device that no checkpoint holds, what the model's `_init_weights` fills them with."""
     device = _device_of(next((p for p in model.parameters() if hasattr(p, "device_mesh")), None), device)
-    left, made = [], []
+    made, left = [], []
     for path, module in model.named_modules():
-        own = module._non_persistent_buffers_set & {
-            n for n, b in module._buffers.items() if b is not None and b.is_meta
-        }
-        for name in own:
-            made.append((module._buffers, name, module._buffers[name]))
-            module._buffers[name] = torch.empty_like(module._buffers[name], device=device)
-            module._buffers[name].fill_(_unlikely(module._buffers[name].dtype))
-        if own and hasattr(model, "_init_weights"):
-            model._init_weights(module)
-        for name in own:
-            if (module._buffers[name] == _unlikely(module._buffers[name].dtype)).any():
-                left.append(f"{path}.{name}")
+        params, buffers = module._parameters, module._buffers
+        own = [n for n, b in buffers.items() if n in module._non_persistent_buffers_set and b is not None and b.is_meta]
+        if not own:
+            continue
+        # In the module's own place, and taken out of it again: some rank may fail. What else it has, is not to change.
+        module._parameters = {n: p if p is None or p.is_meta else empty_on(p, "meta") for n, p in params.items()}
+        module._buffers = {n: b if b is None else b.clone() for n, b in buffers.items()}
+        try:
+            for name in own:
+                fresh = torch.empty_like(buffers[name], device=device)
+                module._buffers[name] = fresh.fill_(_unlikely(fresh.dtype))
+            if hasattr(model, "_init_weights"):
+                model._init_weights(module)
+            made += [(module, name, module._buffers[name]) for name in own]
+            left += [f"{path}.{n}" for n in own if (module._buffers[n] == _unlikely(module._buffers[n].dtype)).any()]
+        finally:
+            module._parameters, module._buffers = params, buffers
     if left:
-        for buffers, name, on_meta in made:
-            buffers[name] = on_meta
         raise ValueError(
             f"buffers on the meta device that are in no checkpoint and that nothing computes: {', '.join(left)}; build "
             f"the model with parameters only on the meta device"
         )
+    return made
 
 
 def _unlikely(dtype: torch.dtype) -> float | int | bool:

@@ -10,6 +10,7 @@ from torch.distributed.tensor.parallel import parallelize_module
 
 import tpfused
 from tpfused.group import TPGroup
+from tpfused.parallel import same
 from tpfused.parallel.styles import Style
 
 ALONE = TPGroup(None, 0, 1)
@@ -87,6 +88,28 @@ def test_models_that_differ_between_ranks(workers, seed):
     workers.run(check_different, seed)
 
 
+def check_ranks_named(ctx, seed):
+    """Two groups side by side: what differs is on ranks of the program, not of the group."""
+    mesh, plan = ctx.mesh(2), {"extra": "colwise_gather"}
+    first, last = ctx.rank // 2 * 2, ctx.rank // 2 * 2 + 1
+    torch.manual_seed(seed)
+    model = dense_model(ctx.device)
+    with pytest.raises(ValueError, match=rf"extra is 'colwise' on rank {first}, but 'colwise_gather' on rank {last}$"):
+        tpfused.parallelize(model, mesh, plan if ctx.rank == last else {"extra": "colwise"})
+    with pytest.raises(ValueError, match=rf"parameter 4 of 5 on rank {first} is .*, of 4 on rank {last} "):
+        tpfused.parallelize(model[:2] if ctx.rank == last else model, mesh, plan)
+    model.append(nn.LSTM(2, 2) if ctx.rank == last else nn.Linear(2, 2))
+    with pytest.raises(
+        ValueError, match=rf"on rank {first} .*on rank {last} .*; rank {last} raised ValueError: 3 is a"
+    ):
+        tpfused.parallelize(model, mesh, plan)
+
+
+def test_ranks_are_named_by_their_global_numbers(workers, seed):
+    if workers.world > 2:
+        workers.run(check_ranks_named, seed)
+
+
 class Doubled(nn.Linear):
     """The parameters of an nn.Linear, and another forward."""
 
@@ -117,12 +140,21 @@ REFUSED = {
     lambda model: (model, {"norm": "colwise"}): (ValueError, "norm is a LayerNorm"),
     double: (ValueError, "extra is a Doubled"),
     lambda model: (Unlike(), PLAN): (ValueError, "lstm is a torch.nn.LSTM"),
+    # Its parameters have no shapes yet.
+    lambda model: (nn.Sequential(OrderedDict(extra=nn.LazyLinear(8))), PLAN): (
+        ValueError,
+        "an uninitialized parameter",
+    ),
     lambda model: (None, PLAN): (TypeError, "nn.Module, not None"),
     lambda model: (nn.Sequential(tpfused.ColumnParallelLinear(8, 8, group=ALONE)), PLAN): (
         ValueError,
         "0 is one of this package's parallel layers already",
     ),
 }
+
+
+def no_memory(param):
+    raise RuntimeError("no memory for 64-bit integers")
 
 
 def check_refused_on_one(ctx, seed):
@@ -144,6 +176,12 @@ def check_refused_on_one(ctx, seed):
         ValueError, match=rf"extra is 'colwise' on rank 0, but 'colwise_gather' on rank {ctx.world - 1}"
     ):
         tpfused.parallelize(dense_model(ctx.device), mesh, PLAN if last else {"extra": "colwise"})
+
+    torch.manual_seed(seed)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(RuntimeError, match="no memory for 64-bit integers"):
+        if last:
+            patch.setattr(same, "_bits", no_memory)
+        tpfused.parallelize(dense_model(ctx.device), mesh, PLAN)
 
     for style, layer, told in (("rowwise", nn.Linear, "different styles"), ("colwise", Doubled, "is a Doubled")):
         torch.manual_seed(seed)

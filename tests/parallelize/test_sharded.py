@@ -310,16 +310,124 @@ def test_what_transformers_from_pretrained_cannot_load(workers):
     workers.run(check_transformers_cannot)
 
 
-def check_failed_save(ctx, folder, path):
+class Computing(torch.nn.Sequential):
+    """Fills what its modules have, as transformers' models do."""
+
+    def _init_weights(self, module):
+        if torch.is_tensor(module.angles):
+            module.angles.copy_(torch.arange(4.0))
+        module.weight.fill_(7)
+        module.scale.fill_(7)
+
+
+class Turned(tpfused.ColumnParallelLinear):
+    def __init__(self, **place):
+        super().__init__(4, 4, **place)
+        self.register_buffer("angles", torch.arange(4.0, device="meta"), persistent=False)
+        self.register_buffer("scale", torch.ones(1))
+
+
+def check_nothing_changes(ctx, folder):
+    """Buffers are computed once all ranks can load, and put into the model once all have computed theirs."""
+    last, computed = ctx.rank == ctx.world - 1, []
+    model = Computing(Turned(mesh=ctx.mesh(ctx.world), device=ctx.device))
+    tpfused.save_sharded(model, folder)
+    before = {name: tensor.clone() for name, tensor in model[0].state_dict().items()}
+
+    def check_same_as_before():
+        assert model[0].angles.is_meta
+        for name, tensor in model[0].state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+
+    original = Computing._init_weights
+    with mock.patch.object(Computing, "_init_weights", lambda *args: computed.append(original(*args))):
+        with pytest.raises(FileNotFoundError, match="nowhere"):
+            tpfused.load_sharded(model, folder / "nowhere" if last else folder)
+        assert not computed
+        check_same_as_before()
+        tpfused.load_sharded(model, folder)
+        assert computed and torch.equal(model[0].angles.cpu(), torch.arange(4.0))
+    assert not any((tensor == 7).any() for tensor in model[0].state_dict().values())
+
+    model[0].angles = model[0].angles.to("meta")
+    with mock.patch.object(Computing, "_init_weights", lambda *args: last or original(*args)):
+        with pytest.raises(ValueError, match=r"0\.angles"):
+            tpfused.load_sharded(model, folder)
+    check_same_as_before()
+
+
+def test_nothing_changes_where_one_rank_cannot_load(workers, tmp_path):
+    workers.run(check_nothing_changes, tmp_path)
+
+
+def check_broken_read(ctx, folder):
+    model = on_meta(ctx, ctx.world, "llama")
+    last = ctx.rank == ctx.world - 1
+
+    def broken(self, box):
+        raise OSError("the disk is gone")
+
+    with mock.patch.object(sharded.StoredTensor, "__getitem__", broken if last else sharded.StoredTensor.__getitem__):
+        with pytest.raises(
+            OSError, match=f"rank {ctx.world - 1} raised OSError: the disk" if not last else "^the disk"
+        ):
+            tpfused.load_sharded(model, folder / "llama")
+
+
+def test_a_read_that_fails_on_one_rank_is_told_to_all(workers, folder):
+    workers.run(check_broken_read, folder)
+
+
+def check_failed_save(ctx, folder, path, kept):
     model = on_meta(ctx, ctx.world, "llama")
     tpfused.load_sharded(model, folder / "llama")
     with pytest.raises(OSError, match="blocked"):
         tpfused.save_sharded(model, path)
+    with pytest.raises(TypeError, match="NoneType"):
+        tpfused.save_sharded(model, path.parent / "out" if ctx.rank else None)
+    with pytest.raises(OSError, match=r"\.partial"):
+        tpfused.save_sharded(model, kept)
+    with mock.patch.object(type(model.config), "save_pretrained", mock.Mock(side_effect=KeyError("a setting"))):
+        with pytest.raises(KeyError if ctx.rank == 0 else RuntimeError, match="a setting"):
+            tpfused.save_sharded(model, path.parent / "out")
 
 
 def test_a_failed_save_is_told_to_all_ranks(workers, folder, tmp_path):
     (tmp_path / "blocked").write_text("a file where the folder should be")
-    workers.run(check_failed_save, folder, tmp_path / "blocked")
+    kept = tmp_path / "kept"
+    (kept / f".{sharded.SINGLE}.7.partial").mkdir(parents=True)  # which unlink refuses
+    workers.run(check_failed_save, folder, tmp_path / "blocked", kept)
+    assert digest(stored(kept)) == digest(stored(folder / "llama"))
+
+
+NUMBERED = [f"model-0000{part}-of-00002.safetensors" for part in (1, 2)]
+OLD = ["old.safetensors", "model-00001-of-00003.safetensors"]
+
+
+@pytest.mark.parametrize("named", [[sharded.SINGLE], [sharded.SINGLE, *OLD], NUMBERED, [*NUMBERED, *OLD]])
+@pytest.mark.parametrize("new", [[sharded.SINGLE], NUMBERED])
+@pytest.mark.parametrize("missing", [[], NUMBERED, [sharded.SINGLE]])
+def test_what_an_old_index_names_and_is_new_stays(tmp_path, named, new, missing):
+    """Some converters write an index beside a single file; of a download that was cut off, files are missing."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    others = [folder / "config.json", tmp_path / "other.safetensors", folder / "vae.safetensors"]
+    for file in (*(folder / name for name in named if name not in missing), *others):
+        file.write_text("old")
+    named = [*named, "config.json", "../other.safetensors", sharded.INDEX]
+    homes = {f"tensor.{number}": name for number, name in enumerate(named)}
+    (folder / sharded.INDEX).write_text(json.dumps({"weight_map": homes}))
+
+    model = torch.nn.Linear(4, 4)
+    expected = digest(model.state_dict())
+    tpfused.save_sharded(model, folder, max_file_bytes=1000 if new == [sharded.SINGLE] else 64)
+    torch.nn.init.zeros_(model.weight)
+    tpfused.load_sharded(model, folder)
+    assert digest(model.state_dict()) == expected
+    assert all(file.read_text() == "old" for file in others)
+    files = {file.name for file in folder.iterdir()} - {"config.json", "vae.safetensors", sharded.INDEX}
+    assert len(files) == len(new) and files.isdisjoint(OLD), files
+    assert (folder / sharded.INDEX).exists() == (len(new) > 1)
 
 
 def test_a_file_holds_what_its_metadata_says(workers, folder, tmp_path):

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from tpfused import extension
+from tpfused.agreement import attempt, by_rank
 from tpfused.group import TPGroup, exists
 
 FIRST_SLOT = 2**20  # bytes of each of the peers' buffers at first
@@ -59,13 +60,11 @@ class Communicator:
             raise RuntimeError(
                 "a CUDA graph can't be captured of NCCL's first operation: run it once before the capture"
             )
-        ids = exchange(self.module.nccl_unique_id() if self.rank == 0 else None, self.process_group)
-        problem = ""
-        try:
-            self.module.group_connect_nccl(self.handle, ids[0], NCCL_PROCESSORS)
-        except RuntimeError as error:
-            problem = str(error)
-        for rank, told in enumerate(exchange(problem, self.process_group)):
+        unique_id, failure = attempt(self.module.nccl_unique_id) if self.rank == 0 else (None, None)
+        (unique_id, *_) = exchange(unique_id, self.process_group)
+        if unique_id is not None:
+            _, failure = attempt(self.module.group_connect_nccl, self.handle, unique_id, NCCL_PROCESSORS)
+        for rank, told in by_rank(_reason(failure), self.process_group).items():
             if told:
                 raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
         self._has_nccl = True
@@ -106,8 +105,8 @@ class Communicator:
             warnings.warn(f"tpfused: the rows of {self.size} ranks travel by NCCL, for {reason}", stacklevel=2)
 
     def _on_one_host(self) -> bool:
-        boot = Path("/proc/sys/kernel/random/boot_id")
-        return len(set(exchange(boot.read_text() if boot.exists() else None, self.process_group))) == 1
+        boot, _ = attempt(Path("/proc/sys/kernel/random/boot_id").read_text)
+        return len(set(exchange(boot, self.process_group))) == 1
 
     def _grow(self, slot_bytes: int) -> bool:
         """Whether all ranks got new memory and reached that of all others."""
@@ -116,22 +115,17 @@ class Communicator:
         exchange(None, self.process_group)  # nobody writes to the old memory any more
         self.module.group_disconnect(self.handle)
         exchange(None, self.process_group)  # and nobody has it open
-        mine = self._try(lambda: self.module.group_allocate(self.handle, slot_bytes))
+        mine, failure = attempt(self.module.group_allocate, self.handle, slot_bytes)
         handles = exchange(mine, self.process_group)
-        connected = False
         if None not in handles:
-            connected = self._try(lambda: self.module.group_connect(self.handle, handles) is None)
-        if not all(exchange(bool(connected), self.process_group)):
+            _, failure = attempt(self.module.group_connect, self.handle, handles)
+        if any(exchange(failure is not None, self.process_group)):
+            if failure is not None:
+                reason = _reason(failure)
+                warnings.warn(f"rank {dist.get_rank()}: no memory that peers can write: {reason}", stacklevel=2)
             return False
         self._slot_bytes = slot_bytes
         return True
-
-    def _try(self, step) -> Any:
-        try:
-            return step()
-        except RuntimeError as error:
-            warnings.warn(f"rank {self.rank}: no memory that peers can write: {error}", stacklevel=2)
-            return None
 
 
 def rounded_up(size: int) -> int:
@@ -195,29 +189,30 @@ def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int],
     Raises:
         ValueError: on every rank, if the group's ranks differ in the operation, the shape of the whole, or the dtype.
     """
-    calls = exchange((operation, shape, str(dtype)), group.process_group)
-    if len(set(calls)) > 1:
+    calls = by_rank((operation, shape, str(dtype)), group.process_group)
+    if len(set(calls.values())) > 1:
         told = "; ".join(
             f"rank {rank}: {name}, {rows} rows, {k} -> {n} features, {kind}"
-            for rank, (name, (rows, k, n), kind) in enumerate(calls)
+            for rank, (name, (rows, k, n), kind) in calls.items()
         )
         raise ValueError(f"the ranks of a group make different calls: {told}")
 
 
 def _make(group: TPGroup, device: torch.device) -> Communicator | None:
-    module, handle, reason = None, 0, ""
-    try:
+    def create() -> tuple[Any, int]:
         module = extension.load()
         with torch.cuda.device(device):
-            handle = module.group_create(device.index, group.rank, group.size)
-    except (extension.NotBuildable, RuntimeError) as error:
-        reason = str(error)
-    reasons = {rank: told for rank, told in enumerate(exchange(reason, group.process_group)) if told}
+            return module, module.group_create(device.index, group.rank, group.size)
+
+    # Whatever it is: the others are about to exchange, and wait for this rank.
+    made, failure = attempt(create)
+    reasons = {rank: told for rank, told in by_rank(_reason(failure), group.process_group).items() if told}
     if not reasons:
-        return Communicator(module, handle, group, device)
-    if handle:
+        return Communicator(*made, group, device)
+    if made is not None:
+        module, handle = made
         module.group_destroy(handle)
-    rank, reason = min(reasons.items())
+    rank, reason = next(iter(reasons.items()))
     warnings.warn(
         f"tpfused: collectives are not overlapped with matmuls, for rank {rank} lacks the compiled extension: {reason}",
         stacklevel=2,
@@ -227,6 +222,9 @@ def _make(group: TPGroup, device: torch.device) -> Communicator | None:
 
 def exchange(value: Any, process_group: dist.ProcessGroup) -> list:
     """Each rank's value, in rank order."""
-    values = [None] * dist.get_world_size(process_group)
-    dist.all_gather_object(values, value, group=process_group)
-    return values
+    return list(by_rank(value, process_group).values())
+
+
+def _reason(failure: Exception | None) -> str:
+    """In words, and not empty, as some exceptions' are; empty where there is none."""
+    return "" if failure is None else str(failure) or type(failure).__name__

@@ -1,11 +1,11 @@
 """Shards of different models would be no model: what all ranks give is compared before anything is split.
 
-And a rank that is given something refused must not leave the others waiting for it: all of them raise.
+What one rank is refused, or cannot tell, is raised on all of them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -13,54 +13,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.agreement import Failure, attempt, by_rank, raise_either, told
 from tpfused.group import TPGroup
 
 _CHUNK = 1 << 24  # entries summed at a time: bounds the memory for them as 64-bit integers
-# Ranks that hear of an exception raise one of these of its kinds; RuntimeError for others, which may take other
-# arguments than a text.
-_KINDS = (FileNotFoundError, OSError, NotImplementedError, TypeError, ValueError)
-
-
-class _Failure(NamedTuple):
-    """What a rank tells the others of the exception that it raises."""
-
-    rank: int  # in the default group
-    kind: type[Exception]
-    text: str
-
-    def __str__(self) -> str:
-        return f"rank {self.rank} raised {self.text}"
 
 
 class _Said(NamedTuple):
     """What a rank tells the others of all that it was given."""
 
-    failure: _Failure | None
+    failure: Failure | None
     params: list[str] | None  # None: it could not tell
     styles: Mapping[str, str] = {}
     bits: Sequence[int | None] = ()  # of each parameter; None on the meta device
-
-
-def failure_of(step: Callable[..., object], *args: object) -> Exception | None:
-    try:
-        step(*args)
-    except Exception as error:
-        return error
-    return None
-
-
-def raise_together(failure: Exception | None, groups: Iterable[dist.ProcessGroup]) -> None:
-    """Raise `failure`, or where another rank of the groups has one, what tells of it: by one exchange over each.
-
-    All ranks that the groups connect give them in the same order. What a rank hears of in one group it tells in the
-    next: over both groups of a two-dimensional mesh all ranks hear of it.
-    """
-    heard = _told(failure)
-    for group in groups:
-        of_all: list[_Failure | None] = [None] * dist.get_world_size(group)
-        dist.all_gather_object(of_all, heard, group)
-        heard = next(filter(None, of_all), None)
-    _raise_either(failure, heard)
 
 
 def check_alike(describe: Callable[[], list[str]], group: dist.ProcessGroup) -> None:
@@ -70,9 +35,8 @@ def check_alike(describe: Callable[[], list[str]], group: dist.ProcessGroup) -> 
         ValueError: on every rank, where two ranks differ; names the first difference.
         Exception: on every rank, where `describe` raises on one.
     """
-    params: list[str] = []
-    failure = failure_of(lambda: params.extend(describe()))
-    _exchange(_Said(_told(failure), None if failure else params), failure, group)
+    params, failure = attempt(describe)
+    _exchange(_Said(told(failure), params), failure, group)
 
 
 @torch.no_grad()
@@ -86,25 +50,30 @@ def check_same(
         ValueError: on every rank, where two ranks differ; names the first difference.
         Exception: on every rank, where `check` raises on one.
     """
-    styles: dict[str, str] = {}
-    failure = failure_of(lambda: styles.update(check()))
     if group.size == 1:
-        _raise_either(failure, None)
-        return styles
-    # No bits of what was refused, which may be in parts already.
-    bits = [None if param.is_meta or failure is not None else _bits(param) for param in params.values()]
-    said = _Said(_told(failure), [_describe(name, param) for name, param in params.items()], styles, bits)
-    of_all = _exchange(said, failure, group.process_group)
-    first = of_all[0]
-    for rank, other in enumerate(of_all):
+        return dict(check())
+
+    def look() -> tuple[dict[str, str], list[int | None]]:
+        # No bits of what is refused, which may be in parts already.
+        return dict(check()), [None if param.is_meta else _bits(param) for param in params.values()]
+
+    looked, refused = attempt(look)
+    styles, bits = looked or ({}, [])
+    described, failure = attempt(lambda: [_describe(name, param) for name, param in params.items()])
+    failure = refused or failure
+    of_all = _exchange(_Said(told(failure), described, styles, bits), failure, group.process_group)
+    one, first = next(iter(of_all.items()))
+    for rank, other in of_all.items():
         for name in sorted(first.styles.keys() | other.styles.keys()):
             here, there = (given.styles.get(name, "replicate") for given in (first, other))
             if here != there:
                 raise ValueError(
-                    f"the ranks of the mesh give different styles: {name} is {here!r} on rank 0, but {there!r} on rank "
-                    f"{rank}"
+                    f"the ranks of the mesh give different styles: {name} is {here!r} on rank {one}, but {there!r} on "
+                    f"rank {rank}"
                 )
-    different = [name for name, *own in zip(params, *(of.bits for of in of_all), strict=True) if len(set(own)) > 1]
+    different = [
+        name for name, *own in zip(params, *(of.bits for of in of_all.values()), strict=True) if len(set(own)) > 1
+    ]
     if different:
         raise ValueError(
             f"{len(different)} of {len(params)} parameters differ between the ranks of the mesh ({different[0]}, ...): "
@@ -120,29 +89,14 @@ def _describe(name: str, param: Tensor) -> str:
     return f"{name} {list(param.shape)} {dtype}, {where}{frozen}"
 
 
-def _told(failure: Exception | None) -> _Failure | None:
-    if failure is None:
-        return None
-    kind = next((kind for kind in _KINDS if isinstance(failure, kind)), RuntimeError)
-    return _Failure(dist.get_rank() if dist.is_initialized() else 0, kind, f"{type(failure).__name__}: {failure}")
-
-
-def _raise_either(own: Exception | None, heard: _Failure | None) -> None:
-    if own is not None:
-        raise own
-    if heard is not None:
-        raise heard.kind(str(heard))
-
-
-def _exchange(said: _Said, failure: Exception | None, group: dist.ProcessGroup) -> list[_Said]:
+def _exchange(said: _Said, failure: Exception | None, group: dist.ProcessGroup) -> dict[int, _Said]:
     """What each rank says; raises on all of them where one has failed, or their models differ."""
-    of_all: list[_Said] = [said] * dist.get_world_size(group)
-    dist.all_gather_object(of_all, said, group)
-    heard = next((of.failure for of in of_all if of.failure is not None), None)
-    different = _different({rank: of.params for rank, of in enumerate(of_all) if of.params is not None})
+    of_all = by_rank(said, group)
+    heard = next((of.failure for of in of_all.values() if of.failure is not None), None)
+    different = _different({rank: of.params for rank, of in of_all.items() if of.params is not None})
     if different:
         raise ValueError(f"{different}; {heard}" if heard else different) from failure
-    _raise_either(failure, heard)
+    raise_either(failure, heard)
     return of_all
 
 

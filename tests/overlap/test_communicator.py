@@ -1,0 +1,118 @@
+"""A communicator that one rank cannot make: none waits for it. On a CPU, with a fake of the compiled extension."""
+
+import warnings
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from unittest.mock import Mock
+
+import pytest
+import torch
+
+from tests.distributed import Workers
+from tpfused import extension
+from tpfused.group import resolve_group
+from tpfused.overlap import communicator
+
+DEVICE = torch.device("cuda", 0)
+
+
+@pytest.fixture(scope="module")
+def workers():
+    with Workers("cpu", 4) as pool:
+        yield pool
+
+
+@contextmanager
+def fakes(load):
+    """As on a GPU, in a process without communicators."""
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(extension, "load", load)
+        patch.setattr(communicator, "_communicators", {})
+        patch.setattr(torch.cuda, "device", lambda device: nullcontext())
+        patch.setattr(torch.cuda, "synchronize", lambda device: None)
+        patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+        yield caught
+
+
+def fake_module(**replaced):
+    names = ("group_destroy", "group_timeout", "group_disconnect", "group_connect", "group_connect_nccl")
+    made = {name: Mock(return_value=None) for name in names}
+    made |= {name: Mock(return_value=b"7") for name in ("group_create", "group_allocate", "nccl_unique_id")}
+    return SimpleNamespace(**made | replaced)
+
+
+def fails(error):
+    return Mock(side_effect=error)
+
+
+def check_no_extension(ctx, error):
+    """Two groups of two ranks; the last rank of each has no extension."""
+    group, unlucky = resolve_group(ctx.group(2)), ctx.rank // 2 * 2 + 1
+    module = fake_module()
+    with fakes(fails(error) if ctx.rank == unlucky else lambda: module) as caught:
+        assert communicator.communicator_of(group, DEVICE) is None
+    (warning,) = caught
+    told = str(error) or type(error).__name__
+    assert f"rank {unlucky} lacks the compiled extension: {told}" in str(warning.message)
+    assert ctx.rank == unlucky or module.group_destroy.call_count == 1
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        extension.NotBuildable("there is no nvcc"),
+        PermissionError(13, "no lock file"),
+        ImportError("libcudart.so is missing"),
+        ValueError("8.x is no architecture"),
+        RuntimeError(),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_a_rank_without_the_extension(workers, error):
+    workers.run(check_no_extension, error, timeout=30)
+
+
+def check_no_memory(ctx, step):
+    group, unlucky = resolve_group(ctx.group(2)), ctx.rank // 2 * 2 + 1
+    module = fake_module(**{step: fails(ValueError("no memory"))} if ctx.rank == unlucky else {})
+    with fakes(lambda: module) as caught:
+        made = communicator.communicator_of(group, DEVICE)
+    assert made.tiers == ("nccl",)
+    told = [str(warning.message) for warning in caught]
+    assert any(f"rank {unlucky}: no memory that peers can write: no memory" in text for text in told) == (
+        ctx.rank == unlucky
+    )
+
+
+@pytest.mark.parametrize("step", ["group_allocate", "group_connect"])
+def test_a_rank_without_memory_for_its_peers(workers, step):
+    workers.run(check_no_memory, step, timeout=30)
+
+
+def check_no_nccl(ctx, step, unlucky):
+    """`unlucky`: in its group."""
+    group, rank = resolve_group(ctx.group(2)), ctx.rank // 2 * 2 + unlucky
+    module = fake_module(**{step: fails(OSError("no NCCL"))} if ctx.rank == rank else {})
+    with fakes(lambda: module):
+        made = communicator.communicator_of(group, DEVICE)
+        for _ in range(2):
+            with pytest.raises(RuntimeError, match=f"rank {rank} could not make an NCCL communicator: no NCCL"):
+                made.connect_nccl()
+        setattr(module, step, Mock(return_value=b"7"))
+        made.connect_nccl()
+
+
+@pytest.mark.parametrize("step, unlucky", [("nccl_unique_id", 0), ("group_connect_nccl", 0), ("group_connect_nccl", 1)])
+def test_a_rank_without_nccl(workers, step, unlucky):
+    workers.run(check_no_nccl, step, unlucky, timeout=30)
+
+
+def check_calls_that_differ(ctx):
+    first = ctx.rank // 2 * 2
+    with pytest.raises(ValueError, match=f"rank {first}: op, {first} rows.*; rank {first + 1}: op, {first + 1} rows"):
+        communicator.check_agreement(resolve_group(ctx.group(2)), "op", (ctx.rank, 3, 4), torch.float32)
+
+
+def test_calls_that_differ_are_told_by_global_ranks(workers):
+    workers.run(check_calls_that_differ)
