@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tpfused.checkpoint import full_state_dict as full_state_dict
     from tpfused.checkpoint import load_full_state_dict as load_full_state_dict
+    from tpfused.explanation import explain as explain
     from tpfused.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from tpfused.layers.attention import ParallelAttention as ParallelAttention
     from tpfused.layers.cache import KVCache as KVCache
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
     from tpfused.layers.transformer import TransformerConfig as TransformerConfig
     from tpfused.overlap.all_gather_matmul import all_gather_matmul as all_gather_matmul
     from tpfused.overlap.communicator import set_timeout as set_timeout
-    from tpfused.overlap.explain import explain as explain
     from tpfused.overlap.matmul_all_gather import column_matmul as column_matmul
     from tpfused.overlap.matmul_all_gather import matmul_all_gather as matmul_all_gather
     from tpfused.overlap.matmul_all_reduce import matmul_all_reduce as matmul_all_reduce
@@ -50,7 +50,7 @@ _HOME = {
     "clip_grad_norm_": "tpfused.grad_norm",
     "column_matmul": "tpfused.overlap.matmul_all_gather",
     "deterministic": "tpfused.overlap.tiers",
-    "explain": "tpfused.overlap.explain",
+    "explain": "tpfused.explanation",
     "full_state_dict": "tpfused.checkpoint",
     "load_full_state_dict": "tpfused.checkpoint",
     "load_sharded": "tpfused.sharded",

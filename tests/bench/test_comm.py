@@ -16,7 +16,7 @@ from tpfused.bench.runner import DTYPES
 from tpfused.cli.errors import UserError
 from tpfused.planning.communication import OPERATIONS, bandwidths
 from tpfused.planning.rates import Rates
-from tpfused.training.launch import Worker
+from tpfused.workers import Worker
 
 
 def comm(*options):

@@ -18,7 +18,7 @@ from tpfused.kernels.decode import decode_attention
 from tpfused.layers import cache, mlp
 from tpfused.layers.cache import KVCache, LayerCache
 from tpfused.overlap.tiers import wanted
-from tpfused.training.launch import Worker
+from tpfused.workers import Worker
 
 ALONE = TPGroup(None, 0, 1)
 CPU = torch.device("cpu")

@@ -6,8 +6,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import tpfused
 from tpfused import ParallelAttention, ParallelGatedMLP, RowParallelLinear, VocabParallelEmbedding, explain
+from tpfused import explanation as module
 from tpfused.layers import backend, sdpa
-from tpfused.overlap import explain as module
 
 IDS = torch.tensor([[1, 2, 3]])
 

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import Workers
+from tpfused.explanation import Choice, Explanation, explain
 from tpfused.group import TPGroup, resolve_group, with_replicas
 from tpfused.overlap import choice, measure, saved
 from tpfused.overlap.choice import bucket, choose
-from tpfused.overlap.explain import Choice, Explanation, explain
 from tpfused.overlap.tiers import tier
 
 SHAPE = 1000, 64, 32

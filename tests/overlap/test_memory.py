@@ -9,9 +9,9 @@ import torch.distributed as dist
 from tests.compare import Block
 from tests.overlap.test_operations import forced
 from tpfused import ParallelTransformer, TransformerConfig
+from tpfused.explanation import Choice, Explanation, GroupMemory, explain
 from tpfused.group import TPGroup, resolve_group
 from tpfused.overlap import calls, communicator
-from tpfused.overlap.explain import Choice, Explanation, GroupMemory, explain
 from tpfused.overlap.tiers import tier
 from tpfused.training.presets import PRESETS
 

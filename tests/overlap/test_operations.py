@@ -10,9 +10,9 @@ import torch.nn.functional as F
 
 from tests.compare import Block, compare, refuses
 from tests.overlap.extension import stand_in
+from tpfused.explanation import explain
 from tpfused.kernels.activations import ACTIVATIONS
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
-from tpfused.overlap.explain import explain
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter

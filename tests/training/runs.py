@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
-from tpfused.training.launch import Worker
 from tpfused.training.options import REMEMBERED, resolve
 from tpfused.training.presets import RunConfig
+from tpfused.workers import Worker
 
 SMALL = dict(preset="quick", device="cpu", tp=1, sample=4, steps=3, batch_size=16, seq_len=24, lr=0.01)
 

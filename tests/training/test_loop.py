@@ -7,10 +7,10 @@ import pytest
 
 from tests.distributed import Context
 from tests.training.runs import make_run, worker_of
-from tpfused.training.launch import Worker
 from tpfused.training.loop import train_on
 from tpfused.training.presets import RunConfig
 from tpfused.training.saving import find
+from tpfused.workers import Worker
 
 
 def train(context: Context, run: RunConfig) -> dict:

@@ -11,8 +11,8 @@ from tpfused import ParallelTransformer
 from tpfused.cli import main
 from tpfused.group import TPGroup
 from tpfused.training.data import make_data, read_text
-from tpfused.training.launch import Worker
 from tpfused.training.options import resolve
+from tpfused.workers import Worker
 
 MEMORY_DENSE = 26_793_984
 MEMORY_TP4 = 7_110_912

@@ -15,7 +15,7 @@ from tpfused.bench.results import Row, write_csv, write_json
 from tpfused.cli.errors import UserError
 from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
-from tpfused.training.launch import Worker, WorkerFailed, run_workers
+from tpfused.workers import Worker, WorkerFailed, run_workers
 
 # What changes the numbers of several GPUs and is set outside. The first and the last forbid multicast through NVSwitch.
 SETTINGS = (

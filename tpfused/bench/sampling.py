@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from tpfused.bench.measure import Timed, in_turn
 from tpfused.bench.results import error_line
-from tpfused.training.launch import Worker, join_group
+from tpfused.workers import Worker, join_group
 
 TIMEOUT_S = 300.0
 SAMPLE_US = 4000  # of calls between two looks at the clock

@@ -18,7 +18,7 @@ from tpfused.checking.worker import work
 from tpfused.cli.errors import UserError
 from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
-from tpfused.training.launch import WorkerFailed, run_workers, torchrun_worker
+from tpfused.workers import WorkerFailed, run_workers, torchrun_worker
 
 TIERS = {"cuda": ("p2p", "nccl"), "cpu": ("reference",)}
 CPU_WORLD = 2

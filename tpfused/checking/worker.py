@@ -12,7 +12,7 @@ from tpfused.checking.cases import Case, run
 from tpfused.checking.rule import Verdict
 from tpfused.group import TPGroup, resolve_group
 from tpfused.overlap.communicator import set_timeout
-from tpfused.training.launch import Worker, join_group
+from tpfused.workers import Worker, join_group
 
 TIMEOUT_S = 60.0
 Answer = tuple[float, str, str]  # the largest ratio of all ranks, of which tensor, and an error

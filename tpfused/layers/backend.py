@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tpfused.explanation import KERNEL, PLAIN, tell
 from tpfused.kernels.launch import capability, is_floating
-from tpfused.overlap.explain import KERNEL, PLAIN, tell
 from tpfused.overlap.tiers import wanted
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tpfused.explanation import PLAIN, tell
 from tpfused.kernels.decode import MOST_HEAD_DIM, decode_attention
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.sdpa import scaled_dot_product_attention
-from tpfused.overlap.explain import PLAIN, tell
 from tpfused.parameter import check_size
 
 if TYPE_CHECKING:

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tpfused import checks, reference
 from tpfused.collectives import gather_from_group, scatter_to_group
+from tpfused.explanation import PLAIN, tell
 from tpfused.group import TPGroup
 from tpfused.layers.backend import why_plain
 from tpfused.main_grad import into_main_grad
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
-from tpfused.overlap.explain import PLAIN, tell
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter

@@ -8,11 +8,11 @@ from torch import Tensor
 from tpfused import checks, reference
 from tpfused.autograd import once_differentiable
 from tpfused.collectives import all_gather
+from tpfused.explanation import KERNEL, PLAIN, tell
 from tpfused.group import TPGroup, resolve_group
 from tpfused.kernels import cross_entropy as kernels
 from tpfused.layers.backend import why_plain
 from tpfused.layers.ids import IdCheck
-from tpfused.overlap.explain import KERNEL, PLAIN, tell
 from tpfused.overlap.tiers import wanted
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 

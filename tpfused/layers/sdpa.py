@@ -14,8 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tpfused.explanation import MOST_TOLD, tell
 from tpfused.layers.backend import runs_kernels
-from tpfused.overlap.explain import MOST_TOLD, tell
 
 ORDER = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 LEAST_TOKENS = 512  # not measured: below, the host's time should decide

@@ -20,10 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tpfused
+from tpfused.agreement import by_rank
+from tpfused.explanation import Choice
 from tpfused.group import TPGroup, exists
 from tpfused.overlap import saved
 from tpfused.overlap.communicator import TYPES, Communicator, check_agreement, communicator_of, exchange
-from tpfused.overlap.explain import Choice
 from tpfused.overlap.measure import fastest, measure
 from tpfused.overlap.tiers import NAMES, PLAIN, TIERS, exact, wanted
 
@@ -204,9 +205,9 @@ def _look_around(group: TPGroup, device: torch.device) -> _Place:
     except Exception as error:  # on one rank, perhaps: the others must not use theirs
         why_none = f"{type(error).__name__}: {error}"
     tiers = communicator.tiers if communicator else ()
-    told = exchange((why_none, tiers, _card(device), platform.node()), group.process_group)
-    all_why, all_tiers, cards, hosts = zip(*told, strict=True)
-    for rank, why_none in enumerate(all_why):
+    told = by_rank((why_none, tiers, _card(device), platform.node()), group.process_group)
+    all_why, all_tiers, cards, hosts = zip(*told.values(), strict=True)
+    for rank, why_none in zip(told, all_why, strict=True):
         if why_none:
             why_none = f"rank {rank} has no communicator: {why_none}"
             warnings.warn(f"tpfused: collectives are not overlapped with matmuls, for {why_none}", stacklevel=2)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tpfused.overlap.communicator import exchange
+from tpfused.agreement import by_rank
 
 ROUNDS = 7  # in each of which all candidates take their turn, so that a busy moment hits them alike
 LAP = 2e-3  # seconds that a candidate's turn takes at least, unless that is more than so many calls:
@@ -30,13 +30,13 @@ def measure(
     laps, failures, calls = {name: [] for name in candidates}, {}, 2
     for turn in range(1 + ROUNDS):  # the first warms up
         for name in list(laps):
-            told = exchange(_lap(candidates[name], calls, device), process_group)
-            failed = [f"rank {rank}: {lap}" for rank, lap in enumerate(told) if isinstance(lap, str)]
+            told = by_rank(_lap(candidates[name], calls, device), process_group)
+            failed = [f"rank {rank}: {lap}" for rank, lap in told.items() if isinstance(lap, str)]
             if failed:
                 failures[name] = failed[0]
                 del laps[name]
             else:
-                laps[name].append(max(told))
+                laps[name].append(max(told.values()))
         if turn == 0:
             shortest = min((first for (first,) in laps.values()), default=LAP)
             calls = min(MOST_CALLS, math.ceil(LAP / shortest))

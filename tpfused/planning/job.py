@@ -28,7 +28,7 @@ from tpfused.planning.time import Time, forward_and_backward
 from tpfused.planning.work import Pass
 from tpfused.planning.worker import BLOCKS, check
 from tpfused.provenance import commit, measured_on
-from tpfused.training.launch import torchrun_worker
+from tpfused.workers import torchrun_worker
 
 ROUNDS = 11
 

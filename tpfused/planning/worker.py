@@ -21,7 +21,7 @@ from tpfused.planning.block import Setting, block
 from tpfused.planning.shape import Shape
 from tpfused.planning.work import Attention, Matmul, Pair
 from tpfused.sharding import shard_size
-from tpfused.training.launch import Worker
+from tpfused.workers import Worker
 
 BLOCKS = "blocks"  # no piece of work
 

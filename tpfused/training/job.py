@@ -8,12 +8,12 @@ from typing import Any
 
 from tpfused.cli.errors import UserError
 from tpfused.training.data import make_data
-from tpfused.training.launch import Worker, WorkerFailed, describe, run_workers, torchrun_worker
 from tpfused.training.loop import train
 from tpfused.training.options import resolve
 from tpfused.training.presets import RunConfig
 from tpfused.training.report import Report, check_outputs
 from tpfused.training.saving import check_target, find
+from tpfused.workers import Worker, WorkerFailed, describe, run_workers, torchrun_worker
 
 INTERRUPTED = 130
 

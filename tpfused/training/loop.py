@@ -15,10 +15,10 @@ from tpfused.overlap.communicator import peer_bytes
 from tpfused.parameter import local
 from tpfused.training.data import make_data
 from tpfused.training.evaluate import sample, validate
-from tpfused.training.launch import Worker
 from tpfused.training.model import Trainable, build, connect, device_name, pick_device
 from tpfused.training.presets import CLIP_NORM, RunConfig
 from tpfused.training.timer import StepTimer
+from tpfused.workers import Worker
 
 
 def train(run: RunConfig, worker: Worker) -> None:

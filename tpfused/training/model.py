@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpfused import ParallelTransformer
 from tpfused.group import TPGroup
-from tpfused.training.launch import Worker, join_group
 from tpfused.training.presets import RunConfig
+from tpfused.workers import Worker, join_group
 
 
 def pick_device(run: RunConfig, worker: Worker) -> torch.device:

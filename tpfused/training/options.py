@@ -7,8 +7,8 @@ from typing import Any
 import torch
 
 from tpfused.cli.errors import UserError
-from tpfused.training.launch import Worker
 from tpfused.training.presets import PRESETS, Preset, RunConfig
+from tpfused.workers import Worker
 
 MAX_WORKERS_ON_A_HOST = 64
 # What a resumed run takes from its checkpoint unless told otherwise, and the types that must be there. Where it runs is

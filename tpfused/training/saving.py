@@ -24,8 +24,8 @@ from tpfused.checkpoint import (
     load_full_state_dict,
 )
 from tpfused.cli.errors import UserError
-from tpfused.training.launch import Worker
 from tpfused.training.presets import PRESETS, RunConfig
+from tpfused.workers import Worker
 
 FORMAT = 1
 KEPT = 2

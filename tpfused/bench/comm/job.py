@@ -27,7 +27,7 @@ from tpfused.bench.runner import DTYPES
 from tpfused.cli.errors import UserError
 from tpfused.planning.communication import OPERATIONS, Fit, fit
 from tpfused.planning.rates import Rates
-from tpfused.training.launch import Worker, torchrun_worker
+from tpfused.workers import Worker, torchrun_worker
 
 ROUNDS, QUICK_ROUNDS = 21, 5
 CPU_WORLD = 2

@@ -17,7 +17,7 @@ from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
 from tpfused.planning.communication import bandwidths
-from tpfused.training.launch import Worker
+from tpfused.workers import Worker
 
 SMALL, SMALL_CALLS = 2**22, 20  # bytes; calls between two looks at the clock, of what is over in microseconds
 

@@ -24,7 +24,7 @@ from tpfused.bench.options import (
 )
 from tpfused.bench.results import Row, is_ours
 from tpfused.cli.errors import UserError
-from tpfused.training.launch import Worker, torchrun_worker
+from tpfused.workers import Worker, torchrun_worker
 
 ROUNDS, QUICK_ROUNDS = 21, 5
 

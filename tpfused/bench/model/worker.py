@@ -25,7 +25,7 @@ from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
 from tpfused.overlap.calls import workspace_bytes
 from tpfused.overlap.communicator import peer_bytes
-from tpfused.training.launch import Worker
+from tpfused.workers import Worker
 
 MATMUL = "matmul"  # whose rate is the peak
 PEAK_TOKENS = 8192

@@ -22,7 +22,7 @@ from tpfused.bench.overlap.cases import OPERATIONS, Case, cases
 from tpfused.bench.overlap.worker import run
 from tpfused.bench.results import Row, is_ours
 from tpfused.cli.errors import UserError
-from tpfused.training.launch import Worker, torchrun_worker
+from tpfused.workers import Worker, torchrun_worker
 
 ROUNDS, QUICK_ROUNDS = 21, 5
 

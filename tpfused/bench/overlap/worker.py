@@ -16,7 +16,7 @@ from tpfused.bench.overlap.works import COLLECTIVE, MATMUL, Call, Place, Work, b
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES, name_of
 from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
-from tpfused.training.launch import Worker
+from tpfused.workers import Worker
 
 GRAPH_CALLS = 20  # in one graph: a call is shorter than a graph's launch
 TOLERANCE = 1e-2  # relative, of the norm: both sides are rounded to 16 bits on their way

@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tpfused.cli.errors import UserError
-from tpfused.training.launch import WorkerFailed, run_workers
+from tpfused.workers import WorkerFailed, run_workers
 
 FOREVER = 600.0
 SECONDS = 10.0  # the most that ending may take, on a busy machine
@@ -128,8 +128,8 @@ def test_an_error_in_the_parent_leaves_no_worker_behind():
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_workers_end_with_their_parent(how):
     program = (
-        "from tests.training.test_launch import wait_forever\n"
-        "from tpfused.training.launch import run_workers\n"
+        "from tests.test_launched_workers import wait_forever\n"
+        "from tpfused.workers import run_workers\n"
         "if __name__ == '__main__':\n"
         "    run_workers(wait_forever, None, 2, lambda name, payload: print(payload, flush=True))\n"
     )
