@@ -382,9 +382,13 @@ def half(request):
 def test_the_kernel_for_one_token(half, seed, monkeypatch, with_padding):
     """What a GPU decodes by, eagerly and in a graph, against the dense model in float64 and attention of torch's."""
     device, dtype = half
+    tolerance = 20 * torch.finfo(dtype).eps
     torch.manual_seed(seed)
     config = replace(LLAMA, hidden_size=32, head_dim=16, ffn_size=64, max_positions=96)
     model = ParallelTransformer(config, group=TPGroup(None, 0, 1), device=device, dtype=dtype).eval()
+    for block in model.blocks:
+        for param in block.attention.parameters():
+            param.mul_(3)  # as drawn, what attention does to the logits is hardly more than rounding
     ids, prompt = torch.randint(13, (2, 90), device=device), 80  # more than the kernel reads at a time
     padding = torch.tensor([0, 3], device=device) if with_padding else None
 
@@ -418,8 +422,8 @@ def test_the_kernel_for_one_token(half, seed, monkeypatch, with_padding):
     for fixed in (False, True):
         found = steps(None, fixed)
         assert used and found.dtype == dtype
-        torch.testing.assert_close(found, plain, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(found, plain, atol=tolerance, rtol=tolerance)
     if padding is None:
         state = {name: value.double() for name, value in model.named_parameters()}
         exact = reference.transformer(ids, unpacked(model, state), config)[:, prompt:]
-        torch.testing.assert_close(found.double(), exact, atol=0.02, rtol=0.02)
+        torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)
