@@ -72,15 +72,15 @@ def _stretch_kernel(
     for start in range(tl.maximum(begin, first // KEYS * KEYS), end, KEYS):
         token = start + tl.arange(0, KEYS)
         # What lies in slots that are not seen may be anything: zero times NaN would be NaN.
-        seen = (token >= first) & (token < end)
-        old = (seen & (token != slot))[:, None] & (column < head_dim)
+        sees = (token >= first) & (token < end)
+        old = (sees & (token != slot))[:, None] & (column < head_dim)
         place = token.to(tl.int64)[:, None]
         # The new token's from where they were before: this program's stores above may not be seen yet.
         is_new = (token == slot)[:, None]
         k = tl.where(is_new, new_k, tl.load(keys_ptr + place * keys_token + column, mask=old, other=0.0))
         v = tl.where(is_new, new_v, tl.load(values_ptr + place * values_token + column, mask=old, other=0.0))
         scores = tl.dot(q, tl.trans(k), input_precision="ieee", out_dtype=COMPUTE) * tl.full((), scale, COMPUTE)
-        scores = tl.where(seen[None, :], scores, -float("inf"))
+        scores = tl.where(sees[None, :], scores, -float("inf"))
         new_top = tl.maximum(top, tl.max(scores, axis=1)[:, None])
         finite_top = tl.where(new_top == -float("inf"), 0.0, new_top)
         weights = exp2((scores - finite_top) * LOG2E)
