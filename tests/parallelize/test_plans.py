@@ -7,105 +7,26 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 import tpfused
 from tests.compare import assert_close, refuses
 from tests.parallelize.models import build, whole
+from tests.parallelize.own_models import (
+    HEADS,
+    PLAN,
+    WIDTH,
+    Attention,
+    Model,
+    check_equals,
+    dense_model,
+    on_four,
+)
 from tpfused.checkpoint import model_entries
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
-from tpfused.parallel.styles import Style, tp_plan
 
 ALONE = TPGroup(None, 0, 1)
 split = pytest.mark.parametrize("tp", [2, 4], indirect=True)
-HEADS, KV_HEADS, WIDTH = 4, 2, 6
-
-
-class Attention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.num_heads, self.num_key_value_heads = HEADS, KV_HEADS
-        self.q = nn.Linear(20, HEADS * WIDTH)
-        self.k = nn.Linear(20, KV_HEADS * WIDTH)
-        self.v = nn.Linear(20, KV_HEADS * WIDTH, bias=False)
-        self.norm = nn.LayerNorm(WIDTH)
-        self.out = nn.Linear(HEADS * WIDTH, 20)
-
-    def forward(self, x):
-        q, k, v = (
-            layer(x).unflatten(-1, (heads, WIDTH)).transpose(1, 2)
-            for layer, heads in ((self.q, self.num_heads), (self.k, self.num_key_value_heads))
-            + ((self.v, self.num_key_value_heads),)
-        )
-        out = F.scaled_dot_product_attention(self.norm(q), self.norm(k), v, enable_gqa=True)
-        return self.out(out.transpose(1, 2).flatten(2))
-
-
-class FusedAttention(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.n_head = HEADS
-        self.qkv = nn.Linear(20, 3 * HEADS * WIDTH)
-        self.out = nn.Linear(HEADS * WIDTH, 20, bias=False)
-
-    def forward(self, x):
-        q, k, v = (part.unflatten(-1, (self.n_head, WIDTH)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
-        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
-
-
-class GatedMLP(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.gate_up = nn.Linear(20, 2 * 28)
-        self.down = nn.Linear(28, 20)
-
-    def forward(self, x):
-        gate, up = self.gate_up(x).chunk(2, -1)
-        return self.down(F.silu(gate) * up)
-
-
-class Model(nn.Module):
-    """All styles, a bare parameter, a parameter that gets no gradient, and a tied table."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed = nn.Embedding(37, 20, padding_idx=3)
-        self.scale = nn.Parameter(torch.randn(20))
-        self.layers = nn.ModuleList([Attention(), FusedAttention(), GatedMLP()])
-        self.norm = nn.LayerNorm(20)
-        self.extra = nn.Linear(20, 20)
-        self.frozen = nn.Linear(20, 20).requires_grad_(False)
-        self.head = nn.Linear(20, 37, bias=False)
-        self.head.weight = self.embed.weight
-
-    def forward(self, ids):
-        x = self.embed(ids) * self.scale
-        for layer in self.layers:
-            x = x + layer(self.norm(x))
-        return self.head(self.extra(x) + self.frozen(x))
-
-
-PLAN = {
-    "embed": "vocab_embedding",
-    "layers.0": "attention",
-    "layers.1": "attention",
-    "layers.*.q": "colwise",
-    "layers.*.[kv]": "colwise_kv",
-    "layers.0.norm": "replicate_sum",
-    "layers.*.qkv": "fused_qkv",
-    "*.out": "rowwise",
-    "gate_up": "fused_gate_up",
-    "layers.*.down": "rowwise",
-    "extra": "colwise_gather",
-    "head": "colwise_gather",
-}
-
-
-def dense_model(ctx, tp, seed) -> Model:
-    torch.manual_seed(seed + ctx.rank // tp)
-    return Model().to(ctx.device, torch.float64)
 
 
 def check_custom(ctx, tp, seed):
@@ -113,7 +34,7 @@ def check_custom(ctx, tp, seed):
     names = list(model.state_dict())
     assert tpfused.parallelize(model, ctx.mesh(tp), PLAN) is model
     assert list(model.state_dict()) == names
-    check_same(ctx, dense, model)
+    check_equals(ctx, dense, model)
 
 
 class OtherNames(Attention):
@@ -163,64 +84,9 @@ def test_head_counts_under_other_names(workers, tp, seed):
     workers.run(check_other_names, tp, seed)
 
 
-def check_same(ctx, dense, model):
-    ids = torch.randint(37, (2, 7), device=ctx.device)
-    grad = torch.randn(2, 7, 37, dtype=torch.float64, device=ctx.device)
-    expected, actual = dense(ids), model(ids)
-    assert_close(actual, expected, "the output")
-    expected.backward(grad)
-    actual.backward(grad)
-    found = dict(model.named_parameters())
-    for name, param in dense.named_parameters():
-        if param.grad is None:
-            assert found[name].grad is None and not found[name].requires_grad
-        else:
-            assert_close(whole(found[name].grad, param), param.grad, f"the gradient of {name}")
-    norms = [tpfused.clip_grad_norm_(m.parameters(), 1.0) for m in (dense, model)]
-    assert_close(norms[1], norms[0], "the norm")
-
-
 @split
 def test_a_plan_for_ones_own_model(workers, tp, seed):
     workers.run(check_custom, tp, seed)
-
-
-def check_torch_styles(ctx, tp, seed):
-    """The same through torch's own entry point, and only what has a style becomes a DTensor."""
-    dense, model = dense_model(ctx, tp, seed), dense_model(ctx, tp, seed)
-    heads = {"num_heads": HEADS, "num_key_value_heads": KV_HEADS}
-    plan = {"embed": "vocab_embedding", "layers.0": "attention", "layers.1": "attention", "layers.0.q": "colwise"}
-    plan |= {"layers.0.k": "colwise_kv", "layers.0.v": "colwise_kv", "layers.0.norm": "replicate_sum"}
-    plan |= {"layers.*.out": "rowwise", "layers.1.qkv": "fused_qkv", "layers.2.gate_up": "fused_gate_up"}
-    plan |= {"layers.2.down": "rowwise", "head": "colwise_gather"}
-    # The module itself after what it holds: each attention's head counts are looked at for its projections first.
-    styles = {name: Style(style, **heads if style == "colwise_kv" else {}) for name, style in plan.items()}
-    own = [name for name in plan if plan[name] == "attention"]
-    styles["layers.1.qkv"] = Style("fused_qkv", num_heads=HEADS)
-    assert parallelize_module(model, ctx.mesh(tp), {n: s for n, s in styles.items() if n not in own}) is model
-    parallelize_module(model, ctx.mesh(tp), {n: styles[n] for n in own})
-    assert model.head.weight is model.embed.weight and not hasattr(model.norm.weight, "placements")
-    ids = torch.randint(37, (2, 7), device=ctx.device)
-    expected, actual = dense(ids), model(ids)
-    assert_close(actual, expected, "the output")
-    expected.square().mean().backward()
-    actual.square().mean().backward()
-    found = dict(model.named_parameters())
-    for name, param in dense.named_parameters():
-        if param.grad is not None:
-            grad = found[name].grad
-            assert_close(whole(grad, param) if hasattr(grad, "full_tensor") else grad, param.grad, name)
-    with refuses(ValueError, "colwize", "rowwise"):
-        Style("colwize")
-    for count in (2.5, "a", 0, -2, True):
-        with refuses(ValueError, f"num_heads must be a positive integer, not {count!r}"):
-            Style("colwise_kv", num_heads=count)
-        with refuses(ValueError, f"num_key_value_heads must be a positive integer, not {count!r}"):
-            Style("colwise_kv", num_heads=4, num_key_value_heads=count)
-    with refuses(ValueError, "num_key_value_heads=2", "without num_heads"):
-        Style("colwise_kv", num_key_value_heads=2)
-    with refuses(ValueError, "Embedding", "colwise"):
-        parallelize_module(dense, ctx.mesh(tp), {"embed": Style("colwise")})
 
 
 def check_compiled(ctx, seed):
@@ -243,60 +109,6 @@ def check_compiled(ctx, seed):
 
 def test_torch_compile(workers, seed):
     workers.run(check_compiled, seed)
-
-
-@split
-def test_styles_for_torchs_parallelize_module(workers, tp, seed):
-    workers.run(check_torch_styles, tp, seed)
-
-
-def check_dtensor_inputs(ctx, tp, seed):
-    """What torch's own styles leave before ours: a DTensor, laid out in whatever way."""
-    mesh, columns = ctx.mesh(tp), {"colwise": -1, "colwise_gather": None, "rowwise": None, "vocab_embedding": None}
-    for style, split_dim in {**columns, "replicate": None}.items():
-        torch.manual_seed(seed + ctx.rank // tp)
-        embedding = style == "vocab_embedding"
-        dense = (nn.Embedding(37, 12) if embedding else nn.Linear(8, 12)).to(ctx.device, torch.float64)
-        x = torch.rand(8, 8, dtype=torch.float64, device=ctx.device)
-        x = torch.randint(37, (8, 8), device=ctx.device) if embedding else x.requires_grad_()
-        expected = dense(x)
-        for layout in (Replicate(), Shard(0), Shard(1)):
-            layer = parallelize_module(copy.deepcopy(dense), mesh, Style(style))
-            part = distribute_tensor(x.detach(), mesh, [layout])
-            part = part if embedding else part.requires_grad_()
-            out = layer(part)
-            rank = mesh.get_local_rank()
-            own = expected if split_dim is None else expected.chunk(tp, split_dim)[rank]
-            assert_close(out, own.detach(), f"{style} of {layout}")
-            grads = torch.autograd.grad(expected.square().sum(), [*dense.parameters(), *([] if embedding else [x])])
-            expected = dense(x)
-            out.square().sum().backward()
-            for (name, param), grad in zip(dense.named_parameters(), grads, strict=False):
-                assert_close(whole(layer.get_parameter(name).grad, param), grad, f"{name} of {style} of {layout}")
-            if not embedding:
-                assert_close(part.grad.full_tensor(), grads[-1], f"the input of {style} of {layout}")
-
-
-@split
-def test_styles_take_what_torchs_own_leave(workers, tp, seed):
-    if workers.device == "cpu":
-        workers.run(check_dtensor_inputs, tp, seed)
-
-
-def check_without_communication(ctx, tp, seed):
-    torch.manual_seed(seed + ctx.rank)  # weights that differ: nobody has compared them
-    model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).to(ctx.device)
-    own = model[1].bias.detach().clone()
-    parallelize_module(model, ctx.mesh(tp), {"0": Style("colwise"), "1": Style("rowwise")}, src_data_rank=None)
-    assert isinstance(model[0].weight, DTensor) and torch.equal(model[1].bias.to_local(), own)
-    torchs = parallelize_module(nn.Sequential(nn.Linear(8, 8)).to(ctx.device), ctx.mesh(tp), {"0": ColwiseParallel()})
-    with refuses(ValueError, "weight is a DTensor already"):
-        parallelize_module(torchs, ctx.mesh(tp), {"0": Style("colwise")})
-
-
-@split
-def test_styles_communicate_nothing_when_told_so(workers, tp, seed):
-    workers.run(check_without_communication, tp, seed)
 
 
 class Dropouts(nn.Module):
@@ -429,13 +241,7 @@ def test_the_packages_own_model(workers, tp, seed, on_meta):
 
 
 def test_what_is_refused(workers, seed):
-    workers.run(_on_four, check_refusals, seed)
-
-
-def _on_four(ctx, check, seed):
-    torch.manual_seed(seed)
-    if ctx.world == 4:
-        check(ctx, seed)
+    workers.run(on_four, check_refusals, seed)
 
 
 def check_transformers_refusals(ctx, seed):
@@ -460,7 +266,7 @@ def check_transformers_refusals(ctx, seed):
 
 def test_what_is_refused_of_transformers(workers, seed):
     pytest.importorskip("transformers")
-    workers.run(_on_four, check_transformers_refusals, seed)
+    workers.run(on_four, check_transformers_refusals, seed)
 
 
 def check_shown_plan(ctx, seed):
@@ -486,20 +292,4 @@ def check_shown_plan(ctx, seed):
 def test_the_plan_that_the_error_shows_works(workers, seed):
     pytest.importorskip("transformers")
     if workers.device == "cpu":
-        workers.run(_on_four, check_shown_plan, seed)
-
-
-def check_tp_plan(ctx, seed):
-    with torch.device("meta"):
-        skeleton = build("llama")
-    with refuses(ValueError, "colwize", "colwise_gather"):
-        tp_plan(skeleton, {"mlp.up_proj": "colwize"})
-    with refuses(TypeError, "automatic"):
-        tp_plan(skeleton, "automatic")
-    with refuses(TypeError, "3"):
-        tp_plan(skeleton, 3)
-
-
-def test_what_tp_plan_refuses(workers, seed):
-    pytest.importorskip("transformers.distributed.tensor_parallel")
-    workers.run(_on_four, check_tp_plan, seed)
+        workers.run(on_four, check_shown_plan, seed)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tpfused.agreement import attempt, by_rank
 from tpfused.bench.measure import Timed, in_turn
 from tpfused.bench.results import error_line
 from tpfused.workers import Worker, join_group
@@ -47,14 +48,9 @@ def join(device: str, worker: Worker) -> torch.device:
 
 def together(step: Callable[[], Any]) -> tuple[Any, str | None]:
     """(what `step` gives, None) or (None, why it failed): one rank's failure is every rank's."""
-    result = problem = None
-    try:
-        result = step()
-    except Exception as error:  # whatever a baseline raises, the others have a chance
-        problem = error_line(error)
-    problems: list[str | None] = [None] * dist.get_world_size()
-    dist.all_gather_object(problems, problem)
-    told = next(filter(None, problems), None)
+    result, failure = attempt(step)  # whatever a baseline raises, the others have a chance
+    problem = None if failure is None else error_line(failure)
+    told = next(filter(None, by_rank(problem, dist.group.WORLD).values()), None)
     return (None, told) if told else (result, None)
 
 

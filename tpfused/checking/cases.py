@@ -75,19 +75,13 @@ class _Softmax(FusedScaleMaskSoftmax):
         return super().forward(scores.transpose(0, 1)[:, None], None)[:, 0].transpose(0, 1)
 
 
-def _transformer(kind: type[nn.Module], place: dict, **style) -> nn.Module:
+def _transformer(kind: type[nn.Module], style: Callable[..., tpfused.TransformerConfig], **place) -> nn.Module:
     sizes = {"hidden_size": HIDDEN, "num_layers": 2, "num_heads": HEADS, "ffn_size": FFN, "max_positions": TOKENS}
-    return kind(tpfused.TransformerConfig(vocab_size=VOCABULARY, **sizes, **style), **place)
+    return kind(style(vocab_size=VOCABULARY, **sizes), **place)
 
 
-def _gpt(kind: type[nn.Module], **place) -> nn.Module:
-    return _transformer(kind, place)
-
-
-def _llama(kind: type[nn.Module], **place) -> nn.Module:
-    style = {"positions": "rotary", "norm": "rmsnorm", "activation": "silu", "gated": True, "bias": False}
-    return _transformer(kind, place, num_kv_heads=4, sequence_parallel=True, **style)
-
+_gpt = partial(_transformer, style=tpfused.TransformerConfig.gpt)
+_llama = partial(_transformer, style=partial(tpfused.TransformerConfig.llama, num_kv_heads=4, sequence_parallel=True))
 
 LAYERS = {
     "ColumnParallelLinear": Layer(

@@ -1,8 +1,8 @@
 """Attention of one new token to those of a cache, which it joins: a decoding step.
 
 Split over the keys (Dao et al., 2023, "Flash-Decoding for long-context inference"): each program reads a stretch of one
-key-value head's keys and values for all queries that share it, and a second kernel joins the stretches. torch's own
-attention under a mask gives a head to one program: four of them read a 2048-token cache of four heads.
+key-value head's keys and values for all queries that share it, and a second kernel joins the stretches. A program for
+each head alone would leave most of a GPU idle: a model of eight key-value heads on two ranks has four.
 
 Floor: keys and values are read once. Which slots are seen is read from the device, so that a CUDA graph of a step can
 be replayed as the cache fills; stretches that nothing is in yet end at once.
@@ -139,7 +139,7 @@ def decode_attention(
     _check(q, k, v, keys, values, slot, seen, first)
     batch, heads, _, head_dim = q.shape
     kv_heads = k.shape[1]
-    queries, compute = heads // kv_heads, torch.float64 if q.dtype == torch.float64 else torch.float32
+    queries, compute = heads // kv_heads, torch.promote_types(q.dtype, torch.float32)
     q, k, v = unit_stride(q), unit_stride(k), unit_stride(v)
     first = None if first is None else first.contiguous()
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -16,15 +16,12 @@ from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
 from tpfused.sharding import padded_shard_size
 
-COMMON = (
-    *("sequence_parallel", "sequence_dim", "init_method", "backend", "accumulate_main_grad"),
-    *("group", "mesh", "device", "dtype"),
-)
+_OF_BOTH = "sequence_parallel sequence_dim init_method backend accumulate_main_grad group mesh device dtype".split()
 
 
 def _common(arguments: dict[str, Any]) -> dict[str, Any]:
     """Of a constructor's arguments, those that both of its linear layers take."""
-    return {name: arguments[name] for name in COMMON}
+    return {name: arguments[name] for name in _OF_BOTH}
 
 
 class ParallelMLP(nn.Module):
