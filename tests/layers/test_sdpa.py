@@ -36,6 +36,15 @@ def test_the_callers_order_and_switches_stay():
         assert order() == own
 
 
+def test_an_order_that_is_the_wanted_one_already_stays():
+    """As torch's own becomes on some GPUs, when attention first runs."""
+    with sdpa_kernel(list(ORDER), set_priority=True):
+        own = order()
+        with sdpa._CUDNN_FIRST:
+            assert order() == own == sdpa._CUDNN_FIRST.wanted
+        assert order() == own
+
+
 def test_what_is_not_for_cudnn_is_left_to_torch():
     q = torch.ones(1, 2, LEAST_TOKENS, 64, dtype=torch.bfloat16)
     usual = order()

@@ -225,7 +225,7 @@ def check_files(ctx, folder, seed):
             model.append(nn.Linear(2, 2))
         tpfused.load_sharded(model, folder)
 
-    plain = columns(group=ctx.group(ctx.world))
+    plain = columns(group=ctx.group(ctx.world), device=ctx.device)
     with pytest.raises(FileNotFoundError, match=f"{told}.*nowhere"):
         tpfused.load_sharded(plain, folder / "nowhere" if last else folder)
 

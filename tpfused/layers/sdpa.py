@@ -124,15 +124,18 @@ class _CudnnFirst:
 
     def __init__(self):
         self.usual = torch._C._get_sdp_priority_order()
+        self._changed: list[bool] = []  # by each that is within
         first = [int(backend) for backend in ORDER]
         self.wanted = first + [backend for backend in self.usual if backend not in first]
 
     def __enter__(self) -> None:
-        if torch._C._get_sdp_priority_order() == self.usual:
+        changes = torch._C._get_sdp_priority_order() == self.usual
+        self._changed.append(changes)
+        if changes:
             torch._C._set_sdp_priority_order(self.wanted)
 
     def __exit__(self, *exception) -> None:
-        if torch._C._get_sdp_priority_order() == self.wanted:
+        if self._changed.pop() and torch._C._get_sdp_priority_order() == self.wanted:
             torch._C._set_sdp_priority_order(self.usual)
 
 

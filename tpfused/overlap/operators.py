@@ -103,16 +103,17 @@ class Operation:
         if autocasts:  # as torch's own matmuls do; the gradients come back in the operands' dtypes
             x, *operands = autocast_to(x, *weights, *biases)
             weights, biases = operands[: len(weights)], operands[len(weights) :]
-        training = records_gradient(x, *weights, *biases)
-        chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
-        if main_grads is not None:
+        if main_grads is not None:  # refused before a choice, for which the ranks meet
             for weight, main_grad in zip(weights, main_grads, strict=True):
                 check_main_grad(main_grad, weight, self.name)
-            if chosen is None or not all(
-                w.requires_grad and m is not None for w, m in zip(weights, main_grads, strict=True)
-            ):
-                weights = [into_main_grad(w, m) for w, m in zip(weights, main_grads, strict=True)]
-                main_grads = None
+        training = records_gradient(x, *weights, *biases)
+        chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
+        if main_grads is not None and (
+            chosen is None
+            or not all(w.requires_grad and m is not None for w, m in zip(weights, main_grads, strict=True))
+        ):
+            weights = [into_main_grad(w, m) for w, m in zip(weights, main_grads, strict=True)]
+            main_grads = None
         if chosen is None and (direct or _is_plain(plan)):
             return self.plain(plan, dim, x, weights, biases)
         if not direct:
