@@ -169,6 +169,7 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
   char* own_workspace = workspace.take(workspace_bytes(o.type));
   char* part = workspace.take(o.m * o.n * size_of(o.type));
   group.matmul(o.type).run({matrix(o.x, o.k), o.w, matrix(part, o.n), o.m, o.n, o.k}, stream, own_workspace);
+  if (o.norm) return small_all_reduce_norm(group, *o.norm, part, o.bias, o.m, o.n, o.type, stream);
   small_all_reduce(group, o.y, part, o.bias, o.m, o.n, o.type, stream);
 }
 
@@ -176,8 +177,16 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (tier == Tier::p2p && o.wants_dw == Dw::none && is_small_sum(group, o.m, o.n, o.type)) {
+  auto is_small = o.norm ? is_small_sum_with_norm : is_small_sum;
+  if (tier == Tier::p2p && o.wants_dw == Dw::none && is_small(group, o.m, o.n, o.type)) {
     return small(group, o, workspace, stream);
+  }
+  if (o.norm) {
+    MatmulAllReduce sum = o;
+    sum.norm = nullptr;
+    sum.y = workspace.take(o.m * o.n * size_of(o.type));
+    matmul_all_reduce(group, tier, sum, workspace, stream);
+    return add_and_normalize(*o.norm, sum.y, o.m, o.n, o.type, stream);
   }
   Tiles tiles(group, o.type, o.m, workspace, stream);
   if (tier == Tier::p2p) {

@@ -304,6 +304,23 @@ PyObject* run_matmul_all_reduce(PyObject*, PyObject* args) {
   return run("matmul_all_reduce", matmul_all_reduce, c, operation);
 }
 
+PyObject* run_matmul_all_reduce_norm(PyObject*, PyObject* args) {
+  Call c;
+  long long bias, residual, sum, y, weight, norm_bias;
+  double eps;
+  int centered;
+  if (!c.parse(args, "matmul_all_reduce_norm", "LLLLLLdi",
+               {&bias, &residual, &sum, &y, &weight, &norm_bias, &eps, &centered})) {
+    return nullptr;
+  }
+  AddNorm norm{at<void>(residual),  at<void>(sum),           at<void>(y),  at<void>(weight),
+               at<void>(norm_bias), static_cast<float>(eps), centered != 0};
+  MatmulAllReduce operation{
+      c.rows().total(), c.k,      c.n,      at<void>(c.x), c.weight().forward(), nullptr, at<void>(bias), nullptr,
+      nullptr,          Dw::none, c.type(), &norm};
+  return run("matmul_all_reduce_norm", matmul_all_reduce, c, operation);
+}
+
 // k and n are the layer's, of which the matmul sums over the second.
 PyObject* run_whole_input_backward(PyObject*, PyObject* args) {
   Call c;
@@ -372,6 +389,9 @@ PyMethodDef methods[] = {
      "row_backward(" CALL_NAMES "dy, dx, dw, wants_dx, wants_dw); see operations.h."},
     {"matmul_all_reduce", run_matmul_all_reduce, METH_VARARGS,
      "matmul_all_reduce(" CALL_NAMES "y, bias); see operations.h."},
+    {"matmul_all_reduce_norm", run_matmul_all_reduce_norm, METH_VARARGS,
+     "matmul_all_reduce_norm(" CALL_NAMES
+     "bias, residual, sum, y, norm_weight, norm_bias, eps, centered): a MatmulAllReduce with norm, see operations.h."},
     {"whole_input_backward", run_whole_input_backward, METH_VARARGS,
      "whole_input_backward(" CALL_NAMES "dpre, dx, dw, wants_dw): a MatmulAllReduce with dw, see operations.h."},
     {"matmul_all_gather", run_matmul_all_gather, METH_VARARGS,

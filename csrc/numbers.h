@@ -3,6 +3,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "matmul.h"
+
 namespace tpfused {
 
 // For kernels: numbers of any type are added in float32, 16 bytes of them at a time where they are aligned.
@@ -29,5 +31,18 @@ struct alignas(sizeof(T) * Width) Vector {
     return out;
   }
 };
+
+// Calls `function` with a zero of the numbers' type, for its `decltype`.
+template <typename Function>
+void by_type(Type type, Function function) {
+  switch (type) {
+    case Type::float16:
+      return function(__half{});
+    case Type::bfloat16:
+      return function(__nv_bfloat16{});
+    default:
+      return function(float{});
+  }
+}
 
 }  // namespace tpfused

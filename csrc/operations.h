@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "group.h"
+#include "small_sums.h"
 #include "transfers.h"
 
 namespace tpfused {
@@ -113,7 +114,7 @@ void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& operation
 // y [m, n] = the sum over the ranks of x [m, k] @ w, plus bias, on every rank; parts and sums as in
 // `matmul_reduce_scatter`, except that the NCCL tier adds as NCCL does. With `dw`, the backward pass of a
 // column-parallel layer whose input is whole: x is dpre, y is dx, and dw [k, n] = dpre.T @ `whole_input` [m, n] hides
-// the exchange.
+// the exchange. With `norm`, that follows, and takes the place of y.
 struct MatmulAllReduce {
   int64_t m, k, n;
   const void* x;            // contiguous
@@ -124,6 +125,7 @@ struct MatmulAllReduce {
   void* dw;                 // contiguous
   Dw wants_dw;
   Type type;
+  const AddNorm* norm = nullptr;
 };
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& operation, Workspace workspace,
                        cudaStream_t stream);

@@ -53,14 +53,7 @@ void add_parts(void* y, const void* const* parts, int count, const void* bias, i
   if (count > most_parts) throw std::runtime_error("add_parts: more than 64 parts");
   Parts list;
   for (int part = 0; part < count; ++part) list.at[part] = parts[part];
-  switch (type) {
-    case Type::float16:
-      return launch<__half>(y, list, count, bias, rows, n, stream);
-    case Type::bfloat16:
-      return launch<__nv_bfloat16>(y, list, count, bias, rows, n, stream);
-    default:
-      return launch<float>(y, list, count, bias, rows, n, stream);
-  }
+  by_type(type, [&](auto zero) { launch<decltype(zero)>(y, list, count, bias, rows, n, stream); });
 }
 
 }  // namespace tpfused

@@ -9,6 +9,7 @@ namespace tpfused {
 namespace {
 
 constexpr int threads = 512;
+constexpr int row_vectors = 4;                 // of a row that is normalised, for each thread
 constexpr int64_t one_shot_bytes = 256 << 10;  // with more, and more than two ranks, two-shot
 
 // What the peers write here, and where this rank writes at theirs.
@@ -75,29 +76,44 @@ __device__ void follow_matmul() {
 __device__ int4 read(const char* from) { return __ldcg(reinterpret_cast<const int4*>(from)); }
 __device__ void write(char* to, int4 value) { *reinterpret_cast<int4*>(to) = value; }
 
-// The sum of all ranks' vector, of which this rank's lies at `own` and the others' at `numbers` + `at`.
 template <typename T>
-__device__ int4 sum_of(const Areas& areas, uint32_t turn, const char* own, int64_t at, const T* bias) {
-  constexpr int width = 16 / sizeof(T);
-  using Numbers = Vector<T, width>;
-  float sums[width] = {};
+constexpr int width = 16 / sizeof(T);  // numbers in a vector
+
+template <typename T>
+__device__ void add(int4 value, float* sums) {
+  reinterpret_cast<const Vector<T, width<T>>&>(value).add_to(sums);
+}
+
+template <typename T>
+__device__ int4 rounded(const float* sums) {
+  auto out = Vector<T, width<T>>::rounded(sums);
+  return reinterpret_cast<const int4&>(out);
+}
+
+// Adds all ranks' vector, of which this rank's lies at `own` and the others' at `numbers` + `at`, and the bias.
+template <typename T>
+__device__ void add_all(const Areas& areas, uint32_t turn, const char* own, int64_t at, const T* bias, float* sums) {
   for (int from = 0; from < areas.size; ++from) {
-    int4 value =
-        from == areas.rank ? *reinterpret_cast<const int4*>(own) : read(areas.numbers(areas.rank, turn, 0, from) + at);
-    reinterpret_cast<const Numbers&>(value).add_to(sums);
+    add<T>(
+        from == areas.rank ? *reinterpret_cast<const int4*>(own) : read(areas.numbers(areas.rank, turn, 0, from) + at),
+        sums);
   }
   if (bias) {  // it need not be aligned
 #pragma unroll
-    for (int j = 0; j < width; ++j) sums[j] += to_float(bias[j]);
+    for (int j = 0; j < width<T>; ++j) sums[j] += to_float(bias[j]);
   }
-  Numbers out = Numbers::rounded(sums);
-  return reinterpret_cast<const int4&>(out);
+}
+
+template <typename T>
+__device__ int4 sum_of(const Areas& areas, uint32_t turn, const char* own, int64_t at, const T* bias) {
+  float sums[width<T>] = {};
+  add_all(areas, turn, own, at, bias, sums);
+  return rounded<T>(sums);
 }
 
 template <typename T>
 __global__ void __launch_bounds__(threads)
     one_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n) {
-  constexpr int width = 16 / sizeof(T);
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
   int64_t first = blockIdx.x * threads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * threads;
@@ -110,7 +126,7 @@ __global__ void __launch_bounds__(threads)
   }
   areas.meet(epoch, 0);
   for (int64_t i = first; i < vectors; i += step) {
-    write(y + i * 16, sum_of(areas, turn, part + i * 16, i * 16, bias ? bias + i * width % n : nullptr));
+    write(y + i * 16, sum_of(areas, turn, part + i * 16, i * 16, bias ? bias + i * width<T> % n : nullptr));
   }
   areas.end(epoch);
 }
@@ -118,7 +134,6 @@ __global__ void __launch_bounds__(threads)
 template <typename T>
 __global__ void __launch_bounds__(threads)
     two_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n) {
-  constexpr int width = 16 / sizeof(T);
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
   int64_t first = blockIdx.x * threads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * threads;
@@ -134,7 +149,7 @@ __global__ void __launch_bounds__(threads)
   areas.meet(epoch, 0);
   for (int64_t i = first; i < count(areas.rank); i += step) {
     int64_t at = areas.rank * share + i;
-    int4 sum = sum_of(areas, turn, part + at * 16, i * 16, bias ? bias + at * width % n : nullptr);
+    int4 sum = sum_of(areas, turn, part + at * 16, i * 16, bias ? bias + at * width<T> % n : nullptr);
     write(y + at * 16, sum);
     for (int ahead = 1; ahead < areas.size; ++ahead) {
       int peer = (areas.rank + ahead) % areas.size;
@@ -151,6 +166,114 @@ __global__ void __launch_bounds__(threads)
   areas.end(epoch);
 }
 
+// Of all threads of the block.
+__device__ float block_sum(float x) {
+  __shared__ float of_warp[threads / 32];
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
+  __syncthreads();  // of the sum before
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
+  __syncthreads();
+  float sum = 0;
+  for (float each : of_warp) sum += each;
+  return sum;
+}
+
+// One row of an `AddNorm`: `add_part(vector, sums)` adds a vector of what comes to the residual. `then` is called once
+// what does not depend on that is on its way.
+template <typename T, typename Then, typename AddPart>
+__device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t n, Then then, AddPart add_part) {
+  const int vectors = static_cast<int>(n / width<T>);
+  auto at = [&](const void* from, int64_t vector) { return static_cast<const int4*>(from)[vector]; };
+  int4 residual[row_vectors], weight[row_vectors], bias[row_vectors];
+  float x[row_vectors][width<T>];
+#pragma unroll
+  for (int i = 0; i < row_vectors; ++i) {
+    int vector = threadIdx.x + i * threads;
+    residual[i] = weight[i] = bias[i] = {};
+    if (vector >= vectors) continue;
+    residual[i] = at(norm.residual, row * vectors + vector);
+    weight[i] = at(norm.weight, vector);
+    if (norm.bias) bias[i] = at(norm.bias, vector);
+  }
+  then();
+
+  float mean = 0, square = 0;
+#pragma unroll
+  for (int i = 0; i < row_vectors; ++i) {
+    int vector = threadIdx.x + i * threads;
+#pragma unroll
+    for (int j = 0; j < width<T>; ++j) x[i][j] = 0;
+    if (vector >= vectors) continue;
+    add_part(vector, x[i]);
+    add<T>(residual[i], x[i]);
+    int4 sum = rounded<T>(x[i]);
+    static_cast<int4*>(norm.sum)[row * vectors + vector] = sum;
+#pragma unroll
+    for (int j = 0; j < width<T>; ++j) x[i][j] = 0;
+    add<T>(sum, x[i]);  // what is normalised is what was written
+#pragma unroll
+    for (int j = 0; j < width<T>; ++j) mean += x[i][j];
+  }
+  mean = norm.centered ? block_sum(mean) / n : 0;
+#pragma unroll
+  for (int i = 0; i < row_vectors; ++i) {
+    bool inside = threadIdx.x + i * threads < vectors;
+#pragma unroll
+    for (int j = 0; j < width<T>; ++j) square += inside ? (x[i][j] - mean) * (x[i][j] - mean) : 0;
+  }
+  float scale = rsqrtf(block_sum(square) / n + norm.eps);
+#pragma unroll
+  for (int i = 0; i < row_vectors; ++i) {
+    int vector = threadIdx.x + i * threads;
+    if (vector >= vectors) continue;
+    float w[width<T>] = {}, out[width<T>] = {};
+    add<T>(weight[i], w);
+    add<T>(bias[i], out);
+#pragma unroll
+    for (int j = 0; j < width<T>; ++j) out[j] += (x[i][j] - mean) * scale * w[j];
+    static_cast<int4*>(norm.y)[row * vectors + vector] = rounded<T>(out);
+  }
+}
+
+// One-shot, and what follows the sum: a block has whole rows.
+template <typename T>
+__global__ void __launch_bounds__(threads)
+    one_shot_norm(Areas areas, AddNorm norm, const char* part, const T* bias, int64_t rows, int64_t n) {
+  uint32_t epoch = areas.begin(), turn = epoch % 2;
+  follow_matmul();
+  const int64_t vectors = n / width<T>;
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    for (int64_t i = row * vectors + threadIdx.x; i < (row + 1) * vectors; i += threads) {
+      int4 value = *reinterpret_cast<const int4*>(part + i * 16);
+      for (int ahead = 1; ahead < areas.size; ++ahead) {
+        int peer = (areas.rank + ahead) % areas.size;
+        write(areas.numbers(peer, turn, 0, areas.rank) + i * 16, value);
+      }
+    }
+  }
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+    auto meet = [&] {
+      if (row == blockIdx.x) areas.meet(epoch, 0);
+    };
+    add_and_normalize_row<T>(norm, row, n, meet, [&](int vector, float* sums) {
+      int64_t at = (row * vectors + vector) * 16;
+      add_all(areas, turn, part + at, at, bias ? bias + vector * width<T> : nullptr, sums);
+    });
+  }
+  areas.end(epoch);
+}
+
+// The same of a sum that is there.
+template <typename T>
+__global__ void __launch_bounds__(threads) add_norm(AddNorm norm, const char* sum, int64_t n) {
+  const int64_t row = blockIdx.x, vectors = n / width<T>;
+  add_and_normalize_row<T>(
+      norm, row, n, [] {},
+      [&](int vector, float* sums) {
+        add<T>(*reinterpret_cast<const int4*>(sum + (row * vectors + vector) * 16), sums);
+      });
+}
+
 int64_t vectors_of(int64_t rows, int64_t n, Type type) { return rows * n * static_cast<int64_t>(size_of(type)) / 16; }
 
 bool by_one_shot(const Group& group, int64_t vectors) { return group.size == 2 || vectors * 16 <= one_shot_bytes; }
@@ -159,24 +282,35 @@ int64_t stride_of(const Group& group, int64_t vectors) {
   return 16 * (by_one_shot(group, vectors) ? vectors : (vectors + group.size - 1) / group.size);
 }
 
-template <typename T>
-void launch(const Areas& areas, bool once, bool starts_early, void* y, const void* part, const void* bias,
-            int64_t vectors, int64_t n, cudaStream_t stream) {
-  int64_t each = once ? vectors : areas.stride / 16;
-  int blocks = static_cast<int>(std::clamp<int64_t>((each + threads - 1) / threads, 1, PeerMemory::small_blocks));
-  auto kernel = once ? one_shot<T> : two_shot<T>;
-  cudaLaunchAttribute early{};
-  early.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  early.val.programmaticStreamSerializationAllowed = 1;
+// `early`: see `follow_matmul`.
+template <typename... Parameters, typename... Arguments>
+void launch(void (*kernel)(Parameters...), int64_t blocks, bool early, cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute serialization{};
+  serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  serialization.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = blocks;
+  config.gridDim = static_cast<unsigned>(blocks);
   config.blockDim = threads;
   config.stream = stream;
-  config.attrs = &early;
-  config.numAttrs = starts_early ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, areas, static_cast<char*>(y), static_cast<const char*>(part),
-                           static_cast<const T*>(bias), vectors, n),
-        "small_all_reduce");
+  config.attrs = &serialization;
+  config.numAttrs = early ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "small_all_reduce");
+}
+
+Areas areas_of(Group& group, int64_t vectors) {
+  Areas areas{};
+  for (int rank = 0; rank < group.size; ++rank) {
+    areas.area[rank] = group.peers->small(rank, 0);
+    areas.flags[rank] = group.peers->small_flags(rank);
+  }
+  areas.counter = group.peers->small_counter();
+  areas.replays = group.replays();
+  areas.in_graph = group.capturing();
+  areas.rank = group.rank;
+  areas.size = group.size;
+  areas.bytes = static_cast<int64_t>(group.peers->small_bytes());
+  areas.stride = stride_of(group, vectors);
+  return areas;
 }
 
 }  // namespace
@@ -191,31 +325,41 @@ bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type) {
 void small_all_reduce(Group& group, void* y, const void* part, const void* bias, int64_t rows, int64_t n, Type type,
                       cudaStream_t stream) {
   int64_t vectors = vectors_of(rows, n, type);
-  Areas areas{};
-  for (int rank = 0; rank < group.size; ++rank) {
-    areas.area[rank] = group.peers->small(rank, 0);
-    areas.flags[rank] = group.peers->small_flags(rank);
-  }
-  areas.counter = group.peers->small_counter();
-  areas.replays = group.replays();
-  areas.in_graph = group.capturing();
-  areas.rank = group.rank;
-  areas.size = group.size;
-  areas.bytes = static_cast<int64_t>(group.peers->small_bytes());
-  areas.stride = stride_of(group, vectors);
   bool once = by_one_shot(group, vectors), early = group.architecture >= 9;
+  Areas areas = areas_of(group, vectors);
+  int64_t each = once ? vectors : areas.stride / 16;
+  int64_t blocks = std::clamp<int64_t>((each + threads - 1) / threads, 1, PeerMemory::small_blocks);
   group.begin_small_sum(stream);
-  switch (type) {
-    case Type::float16:
-      launch<__half>(areas, once, early, y, part, bias, vectors, n, stream);
-      break;
-    case Type::bfloat16:
-      launch<__nv_bfloat16>(areas, once, early, y, part, bias, vectors, n, stream);
-      break;
-    default:
-      launch<float>(areas, once, early, y, part, bias, vectors, n, stream);
-  }
+  by_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    launch(once ? one_shot<T> : two_shot<T>, blocks, early, stream, areas, static_cast<char*>(y),
+           static_cast<const char*>(part), static_cast<const T*>(bias), vectors, n);
+  });
   group.end_small_sum(stream);
+}
+
+bool is_small_sum_with_norm(const Group& group, int64_t rows, int64_t n, Type type) {
+  return is_small_sum(group, rows, n, type) && by_one_shot(group, vectors_of(rows, n, type));
+}
+
+void small_all_reduce_norm(Group& group, const AddNorm& norm, const void* part, const void* bias, int64_t rows,
+                           int64_t n, Type type, cudaStream_t stream) {
+  Areas areas = areas_of(group, vectors_of(rows, n, type));
+  int64_t blocks = std::min<int64_t>(rows, PeerMemory::small_blocks);
+  group.begin_small_sum(stream);
+  by_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    launch(one_shot_norm<T>, blocks, group.architecture >= 9, stream, areas, norm, static_cast<const char*>(part),
+           static_cast<const T*>(bias), rows, n);
+  });
+  group.end_small_sum(stream);
+}
+
+void add_and_normalize(const AddNorm& norm, const void* sum, int64_t rows, int64_t n, Type type, cudaStream_t stream) {
+  by_type(type, [&](auto zero) {
+    using T = decltype(zero);
+    launch(add_norm<T>, rows, false, stream, norm, static_cast<const char*>(sum), n);
+  });
 }
 
 }  // namespace tpfused

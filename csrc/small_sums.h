@@ -23,4 +23,27 @@ bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type);
 void small_all_reduce(Group& group, void* y, const void* part, const void* bias, int64_t rows, int64_t n, Type type,
                       cudaStream_t stream);
 
+// What follows the sum in a block of a transformer: sum = residual + it, and y = that normalised over its n entries,
+// (sum - mean) / sqrt(variance + eps) * weight + bias; the mean counts as 0 unless `centered`. [rows, n], weight and
+// bias [n], bias null if there is none. Contiguous, aligned to 16 bytes, of rows of at most 32 KiB that are multiples
+// of 16 bytes.
+struct AddNorm {
+  const void* residual;
+  void* sum;
+  void* y;
+  const void* weight;
+  const void* bias;
+  float eps;
+  bool centered;
+};
+
+// Whether `small_all_reduce_norm` takes it: one-shot, in the same kernel.
+bool is_small_sum_with_norm(const Group& group, int64_t rows, int64_t n, Type type);
+
+void small_all_reduce_norm(Group& group, const AddNorm& norm, const void* part, const void* bias, int64_t rows,
+                           int64_t n, Type type, cudaStream_t stream);
+
+// The same of a sum [rows, n] that is there.
+void add_and_normalize(const AddNorm& norm, const void* sum, int64_t rows, int64_t n, Type type, cudaStream_t stream);
+
 }  // namespace tpfused

@@ -7,12 +7,14 @@ import pytest
 import torch
 
 from tests.compare import Block, assert_close, assert_within_rule, collectives_made, packed, refuses, twins, unpacked
+from tests.overlap.test_operations import forced
 from tpfused import ParallelTransformer, TransformerConfig, reference
 from tpfused.collectives import all_gather
 from tpfused.generation import sample, vocab_parallel_argmax
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers import cache as cache_module
 from tpfused.layers.cache import KVCache
+from tpfused.overlap import calls
 
 SIZES = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "max_positions": 16, "head_dim": 2}
 GPT = TransformerConfig.gpt(ffn_size=12, **SIZES)
@@ -93,6 +95,26 @@ def check_float32(ctx, tp, seed):
         assert_within_rule(out, expected, eager, lambda value: block.own(value, -1), str(config), chain=True)
         out = in_parts(model, KVCache(model, 2, TOKENS, dtype=torch.bfloat16), ids, [4, 3, 1, 1])
         torch.testing.assert_close(out.double(), block.own(expected, -1), atol=0.05, rtol=0.05)
+
+
+@torch.no_grad()
+def check_joined_sums(ctx, tp, seed):
+    """A single token's residuals and norms go into its all-reduces, unless somebody listens to a norm."""
+    block = Block(ctx, tp, "group", seed)
+    for config in (GPT, LLAMA, replace(GPT, sequence_parallel=True), replace(LLAMA, sequence_dim=1)):
+        config = replace(config, hidden_size=32, head_dim=8, ffn_size=64)
+        model, whole = make(block, config, torch.float32)
+        ids, heard = draw_ids(block, config, TOKENS), []
+        exact = {key: value.double() for key, value in whole.items()}
+        expected, eager = (reference.transformer(ids, state, config) for state in (exact, whole))
+        call = calls.matmul_all_reduce_norm
+        for joined in (True, False):
+            with forced(ctx, tp, "p2p"), patch.object(calls, "matmul_all_reduce_norm", side_effect=call) as fused:
+                out = in_parts(model, KVCache(model, 2, TOKENS), ids, [4, 3, 1, 1])
+            assert fused.call_count == (2 * 2 * config.num_layers if joined and tp > 1 else 0)
+            assert_within_rule(out, expected, eager, lambda value: block.own(value, -1), str(config), chain=True)
+            model.blocks[1].mlp_norm.register_forward_hook(lambda *args, heard=heard: heard.append(args))
+        assert len(heard) == 4
 
 
 @torch.no_grad()
@@ -312,6 +334,10 @@ def test_logits_equal_those_of_all_tokens_at_once(workers, tp, mode, seed, name)
 
 def test_float32_obeys_the_tolerance(workers, tp, seed):
     workers.run(check_float32, tp, seed)
+
+
+def test_sums_joined_with_norms(workers, tp, seed):
+    workers.run(check_joined_sums, tp, seed)
 
 
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt-sequence-parallel", "llama-one-kv-head"])

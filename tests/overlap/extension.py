@@ -17,7 +17,7 @@ from tpfused.collectives import all_gather, all_reduce, reduce_scatter
 from tpfused.group import TPGroup
 from tpfused.overlap import calls, choice, measure, saved
 from tpfused.overlap.communicator import TYPES
-from tpfused.reference import activate
+from tpfused.reference import activate, normalize
 from tpfused.sharding import shard_range
 
 DTYPES = {code: dtype for dtype, code in TYPES.items()}
@@ -119,6 +119,13 @@ class Call:
     def matmul_all_reduce(self, y, bias) -> None:
         sums = all_reduce(self.read(self.x, self.total, self.k) @ self.weight().T, self.tp)
         self.at(y, self.total, self.n).copy_(sums + self.bias(bias, self.n) if bias else sums)
+
+    def matmul_all_reduce_norm(self, bias, residual, total, y, weight, norm_bias, eps, centered) -> None:
+        self.matmul_all_reduce(y, bias)
+        whole = self.at(total, self.total, self.n)
+        whole.copy_(self.read(residual, self.total, self.n) + self.read(y, self.total, self.n))
+        kind, weight = "layernorm" if centered else "rmsnorm", self.read(weight, 1, self.n)[0]
+        self.at(y, self.total, self.n).copy_(normalize(whole.float(), kind, weight, self.bias(norm_bias, self.n), eps))
 
     def whole_input_backward(self, dpre, dx, dw, wants_dw) -> None:
         dpre = self.read(dpre, self.total, self.n)

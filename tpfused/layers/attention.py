@@ -15,6 +15,7 @@ from tpfused.kernels.rotary import rotary_qkv
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
+from tpfused.layers.norm import Norm
 from tpfused.layers.sdpa import scaled_dot_product_attention
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
@@ -120,10 +121,12 @@ class ParallelAttention(nn.Module):
         *,
         total_len: int | None = None,
         cache: LayerCache | None = None,
-    ) -> Tensor:
+        then: tuple[Tensor, Norm] | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism.
 
         `cache`: attend to the tokens in it too, and add these; causal, without a mask or sequence parallelism.
+        `then`: as in `RowParallelLinear`, in the input's layout.
         """
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
@@ -141,7 +144,8 @@ class ParallelAttention(nn.Module):
                 out = scaled_dot_product_attention(q, k, v, mask, self.causal, self.dropout * self.training)
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
-        return self.out(out.flatten(2))
+        out = out.flatten(2)
+        return self.out(out) if then is None else self.out(out, then=then)
 
     def _project(self, x: Tensor, total_len: int | None) -> Tensor:
         """All tokens' q, k and v of this rank's heads, rows packed by kv head; the tokens where `sequence_dim` says."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+import torch
 from torch import Tensor
 
 from tpfused import checks, reference
@@ -11,10 +12,11 @@ from tpfused.collectives import gather_from_group, scatter_to_group
 from tpfused.explanation import PLAIN, tell
 from tpfused.group import TPGroup
 from tpfused.layers.backend import why_plain
+from tpfused.layers.norm import Norm
 from tpfused.main_grad import into_main_grad
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
-from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
+from tpfused.overlap.matmul_all_reduce import matmul_all_reduce, matmul_all_reduce_norm
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfused.packing import Packing
 from tpfused.parameter import LinearParameters, init_weight, new_whole_bias
@@ -251,7 +253,13 @@ class RowParallelLinear(LinearParameters):
         self.skip_bias_add = skip_bias_add
         self.sequence_dim = sequence_dim
 
-    def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
+    def forward(
+        self, x: Tensor, *, then: tuple[Tensor, Norm] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor]:
+        """`then`: a residual ``[..., out]`` and what normalises it: -> its sum with the output, and that normalised, as
+        `matmul_all_reduce_norm`; without sequence parallelism or `skip_bias_add`."""
+        if then is not None:
+            return self._forward_norm(x, *then)
         weight, main_grad = self.weight_and_main_grad()
         features = self.in_features
         if self.input_is_parallel:
@@ -279,6 +287,19 @@ class RowParallelLinear(LinearParameters):
             else:
                 out = matmul_reduce_scatter(x, weight, added, sequence_dim=dim, **overlapped)
         return (out, bias) if self.skip_bias_add else out
+
+    def _forward_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
+        if self.sequence_parallel or self.skip_bias_add:
+            raise ValueError("RowParallelLinear: `then` is for sequence_parallel=False and skip_bias_add=False")
+        if self.backend == "reference" or not self.input_is_parallel or torch.is_grad_enabled():
+            residual = residual + self(x)
+            return residual, norm(residual)
+        weight = self.local("weight")
+        checks.check_input(x, weight.shape[1], weight, "RowParallelLinear")
+        bias = self.replicated("bias", sharded_tokens=False)
+        return matmul_all_reduce_norm(
+            x, weight, bias, residual, norm.operands(), in_features=self.in_features, group=self.group
+        )
 
     def extra_repr(self) -> str:
         return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self.group.size}"

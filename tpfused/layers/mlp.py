@@ -12,6 +12,7 @@ from tpfused.group import resolve_group
 from tpfused.kernels.gated_act import gated_act
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
+from tpfused.layers.norm import Norm
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
 from tpfused.sharding import padded_shard_size
@@ -61,9 +62,13 @@ class ParallelMLP(nn.Module):
         self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **common)
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
-    def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
-        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
-        return self.fc2(self.fc1(x, total_len=total_len))
+    def forward(
+        self, x: Tensor, *, total_len: int | None = None, then: tuple[Tensor, Norm] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism. `then`: as in
+        `RowParallelLinear`."""
+        x = self.fc1(x, total_len=total_len)
+        return self.fc2(x) if then is None else self.fc2(x, then=then)
 
 
 class ParallelGatedMLP(nn.Module):
@@ -106,11 +111,14 @@ class ParallelGatedMLP(nn.Module):
         self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **common)
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
-    def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor:
-        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
+    def forward(
+        self, x: Tensor, *, total_len: int | None = None, then: tuple[Tensor, Norm] | None = None
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`total_len`, `then`: as in `ParallelMLP`."""
         gate_up = self.gate_up(x, total_len=total_len)
         gate = gated_act if runs_kernels(gate_up, self.down.backend, "gated activation") else reference.gated_act
-        return self.down(gate(gate_up, activation=self.activation))
+        x = gate(gate_up, activation=self.activation)
+        return self.down(x) if then is None else self.down(x, then=then)
 
 
 def check_gates(ffn_size: int, activation: str, ranks: int) -> None:

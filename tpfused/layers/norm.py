@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import checks, reference
+from tpfused.overlap.plans import NormOperands
 from tpfused.parameter import ParallelModule, check_size, local
 
 KINDS = ("layernorm", "rmsnorm")
@@ -53,10 +54,13 @@ class Norm(ParallelModule):
             nn.init.zeros_(local(self.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        weight = self.replicated("weight", sharded_tokens=self.sequence_parallel)
-        bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
+        kind, weight, bias, eps = self.operands()
         checks.check_input(x, self.hidden_size, weight, "Norm")
-        return reference.normalize(x, self.kind, weight, bias, self.eps)
+        return reference.normalize(x, kind, weight, bias, eps)
+
+    def operands(self) -> NormOperands:
+        weight, bias = (self.replicated(name, sharded_tokens=self.sequence_parallel) for name in ("weight", "bias"))
+        return NormOperands(self.kind, weight, bias, self.eps)
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.hidden_size}, eps={self.eps}"

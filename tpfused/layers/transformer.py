@@ -17,7 +17,7 @@ from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.attention import ParallelAttention, check_heads
 from tpfused.layers.cache import KVCache, LayerCache, with_attributes
 from tpfused.layers.embedding import VocabParallelEmbedding
-from tpfused.layers.linear import ColumnParallelLinear, column_forward
+from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.layers.loss import vocab_parallel_cross_entropy
 from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP, check_gates
 from tpfused.layers.norm import KINDS, Norm, check_eps
@@ -172,8 +172,17 @@ class ParallelTransformerBlock(nn.Module):
         *,
         total_len: int | None = None,
         cache: LayerCache | None = None,
-    ) -> Tensor:
-        """`total_len`, `cache`: as in `ParallelAttention`."""
+        normed: Tensor | None = None,
+        following: Norm | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """`total_len`, `cache`: as in `ParallelAttention`.
+
+        `normed`, `following`: for a decoding step, ``attention_norm(x)`` and the norm that comes after this block: ->
+        its result, and that normalised, for each of the block's two sums goes with a norm into an all-reduce.
+        """
+        if following is not None:
+            x, normed = self.attention(normed, cache=cache, then=(x, self.mlp_norm))
+            return self.mlp(normed, then=(x, following))
         attended = self.attention(self.attention_norm(x), mask, total_len=total_len, cache=cache)
         x = x + hidden_dropout(attended, self.config, self.group, self.training)
         fed = self.mlp(self.mlp_norm(x), total_len=total_len)
@@ -256,6 +265,8 @@ class ParallelTransformer(nn.Module):
             positions = self.positions(tokens, caches[0])
             x = x + (positions.transpose(0, 1) if tokens_first else positions)
         x = hidden_dropout(x, config, self.group, self.training)
+        if tokens == 1 and caches[0] is not None and self._is_as_built():
+            return self._logits_of_step(x, caches)
         for block, cache in zip(self.blocks, caches, strict=True):
             if config.checkpoint_activations and self.training:
                 # Compiled, a `context_fn` is for something else, and the tier is chosen when the operator runs.
@@ -267,6 +278,30 @@ class ParallelTransformer(nn.Module):
             x = x.narrow(config.sequence_dim, tokens - 1, 1)
         logits = self._logits(self.norm(x), total_len)
         return logits.transpose(0, 1) if tokens_first else logits
+
+    def _is_as_built(self) -> bool:
+        """Whether what a decoding step joins may be joined."""
+        row = "down" if self.config.gated else "fc2"
+        mlp = ParallelGatedMLP if self.config.gated else ParallelMLP
+        return _is_untouched(self.norm, Norm) and all(
+            type(block) is ParallelTransformerBlock
+            and _is_untouched(block.attention_norm, Norm)
+            and _is_untouched(block.mlp_norm, Norm)
+            and type(block.attention) is ParallelAttention
+            and _is_untouched(block.attention.out, RowParallelLinear)
+            and type(block.mlp) is mlp
+            and _is_untouched(getattr(block.mlp, row), RowParallelLinear)
+            for block in self.blocks
+        )
+
+    def _logits_of_step(self, x: Tensor, caches: list[LayerCache]) -> Tensor:
+        """A new token's, of its embedding: blocks hand on what they give normalised, too."""
+        normed = self.blocks[0].attention_norm(x)
+        following = [*(block.attention_norm for block in self.blocks[1:]), self.norm]
+        for block, cache, norm in zip(self.blocks, caches, following, strict=True):
+            x, normed = block(x, cache=cache, normed=normed, following=norm)
+        logits = self._logits(normed, None)
+        return logits.transpose(0, 1) if self.config.sequence_dim == 0 else logits
 
     def loss(self, ids: Tensor, labels: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """`vocab_parallel_cross_entropy` of the logits; `labels` is int64 ``[batch, tokens]``, `options` go through."""
@@ -294,6 +329,11 @@ class ParallelTransformer(nn.Module):
             total_len=total_len,
             main_grad=main_grad,
         )
+
+
+def _is_untouched(module: nn.Module, kind: type) -> bool:
+    """Whether nobody has wrapped or replaced it, as FSDP and LoRA do, or is called before or after it."""
+    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
 
 
 def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, training: bool) -> Tensor:

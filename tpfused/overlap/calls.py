@@ -7,11 +7,12 @@ from torch import Tensor
 
 from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator, rounded_up
 from tpfused.overlap.operators import Needs
-from tpfused.overlap.plans import Operands, Plan
+from tpfused.overlap.plans import NormOperands, Operands, Plan
 from tpfused.overlap.tiers import TIERS, exact
 from tpfused.sharding import padded_shard_size
 
 ALL_REDUCE_BLOCKS = 4  # of rows, at most: `Blocks::most` of csrc/blocks.h
+MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of csrc/small_sums.h
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # that have a workspace of their own, for it is used in one stream's order
@@ -85,6 +86,23 @@ def matmul_all_reduce(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: T
     more = n, weight.data_ptr(), leading, y.data_ptr(), _address(bias)
     _run(link, "matmul_all_reduce", plan, x, *_all_reduced(link, plan, n), *more)
     return y
+
+
+def matmul_all_reduce_norm(
+    link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: NormOperands
+) -> tuple[Tensor, Tensor]:
+    """-> the residual and what is added to it, and that normalised: rows of at most MOST_NORMALIZED bytes."""
+    (weight, leading), bias, residual = _matrix(weight), _vector(bias), _aligned(residual)
+    norm_weight, norm_bias = _aligned(norm.weight), None if norm.bias is None else _aligned(norm.bias)
+    n, total = weight.shape[0], torch.empty_like(residual)
+    y = torch.empty_like(residual)
+    slot, staged = _all_reduced(link, plan, n)
+    more = (
+        n, weight.data_ptr(), leading, _address(bias), residual.data_ptr(), total.data_ptr(), y.data_ptr(),
+        norm_weight.data_ptr(), _address(norm_bias), norm.eps, norm.kind == "layernorm",
+    )  # fmt: skip
+    _run(link, "matmul_all_reduce_norm", plan, x, slot, staged + plan.total * n, *more)
+    return total, y
 
 
 def whole_input_backward(
@@ -197,6 +215,11 @@ def _matrix(weight: Tensor) -> tuple[Tensor, int]:
 
 def _vector(bias: Tensor | None) -> Tensor | None:
     return bias if bias is None else bias.contiguous()
+
+
+def _aligned(x: Tensor) -> Tensor:
+    x = x.contiguous()
+    return x.clone() if x.data_ptr() % 16 else x
 
 
 def _address(x: Tensor | None) -> int:

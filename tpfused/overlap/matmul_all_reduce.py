@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from torch import Tensor
 
 from tpfused import checks, reference
+from tpfused.autograd import records_gradient
 from tpfused.collectives import all_reduce
 from tpfused.group import TPGroup
 from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
 from tpfused.overlap.operators import Operation
 from tpfused.overlap.plain import act_gradient
-from tpfused.overlap.plans import Call, all_features, look_up, plan_of
+from tpfused.overlap.plans import Call, NormOperands, all_features, look_up, plan_of
 
 NAME = "matmul_all_reduce"
+MOST_TOKENS = 64  # that are normalised in the kernel of the sum; not tuned
 
 
 def matmul_all_reduce(
@@ -49,6 +53,64 @@ def matmul_all_reduce(
     weights, biases = (weight,), (bias,)
     call = look_up(_prepare, group, mesh, x_shard_k, weights, biases, in_features)
     return _OPERATION(call, x_shard_k, weights, biases, None if main_grad is None else (main_grad,))[0]
+
+
+def matmul_all_reduce_norm(
+    x_shard_k: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    residual: Tensor,
+    norm: NormOperands,
+    *,
+    in_features: int | None = None,
+    group=None,
+    mesh=None,
+) -> tuple[Tensor, Tensor]:
+    """``residual + matmul_all_reduce(...)``, and that sum normalised: what a pre-norm block does between two matmuls.
+
+    For a few tokens, as in decoding, the "p2p" tier does all of it in the kernel of the all-reduce, rounding the sum
+    once; with gradients, or where that does not run, it is the three operations.
+
+    Args:
+        residual: ``[..., n]``, whole on each rank.
+        norm: of `n` features.
+        x_shard_k, weight, bias, in_features, group, mesh: as in `matmul_all_reduce`.
+
+    Returns:
+        The sum and the normalised sum, ``[..., n]`` both.
+
+    Raises:
+        ValueError: a residual of another shape or device; and as `matmul_all_reduce`.
+        TypeError: as `matmul_all_reduce`.
+    """
+    call = look_up(_prepare, group, mesh, x_shard_k, (weight,), (bias,), in_features)
+    shape = (*x_shard_k.shape[:-1], weight.shape[0])
+    if residual.shape != shape or residual.device != x_shard_k.device:
+        raise ValueError(
+            f"{NAME}_norm: the residual, {tuple(residual.shape)} on {residual.device}, must be {shape} on "
+            f"{x_shard_k.device}"
+        )
+    operands = x_shard_k, weight, bias, residual, norm.weight, norm.bias
+    if _fuses_norm(call, x_shard_k, weight.shape[0] * x_shard_k.element_size(), operands):
+        chosen = _OPERATION.choose(call.plan, call.dim, False, x_shard_k, (weight,), (bias,))
+        if chosen is not None and chosen[1] == "p2p":
+            return calls.matmul_all_reduce_norm(chosen, call.plan, x_shard_k, weight, bias, residual, norm)
+    total = residual + matmul_all_reduce(x_shard_k, weight, bias, in_features=in_features, group=group, mesh=mesh)
+    return total, reference.normalize(total, norm.kind, norm.weight, norm.bias, norm.eps)
+
+
+def _fuses_norm(call: Call, x: Tensor, row: int, operands: Sequence[Tensor | None]) -> bool:
+    """Whether the tier that does it all may be asked: the same on every rank. `row`: the bytes of one of the sum's."""
+    operands = [each for each in operands if each is not None]
+    return (
+        call.direct
+        and not call.autocasts
+        and call.plan.total <= MOST_TOKENS
+        and row % 16 == 0
+        and row <= calls.MOST_NORMALIZED
+        and all(each.dtype == x.dtype for each in operands)
+        and not records_gradient(*operands)
+    )
 
 
 def _prepare(tp: TPGroup, x, weights, biases, in_features) -> Call:

@@ -61,6 +61,21 @@ def split_at(x: Tensor, dim: int) -> tuple[int, int]:
     return x.shape[dim + 1 : -1].numel(), x.shape[:dim].numel()
 
 
+class NormOperands(NamedTuple):
+    """A LayerNorm or RMSNorm over the last dimension.
+
+    Attributes:
+        kind: "layernorm" or "rmsnorm".
+        weight: ``[features]``.
+        bias: likewise, or None.
+    """
+
+    kind: str
+    weight: Tensor
+    bias: Tensor | None
+    eps: float
+
+
 class Call(NamedTuple):
     """A plan, and what else an operation must know of a call.
 

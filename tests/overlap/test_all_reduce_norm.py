@@ -1,0 +1,180 @@
+"""`matmul_all_reduce_norm`: residual, sum over the ranks and norm in one kernel, beside the three operations."""
+
+import random
+from itertools import product
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from tests.compare import Block, assert_close, assert_within_rule, refuses
+from tests.overlap.cases import Errors, largest, largest_error, perhaps_late, poisoned
+from tests.overlap.test_operations import forced, poison
+from tpfused import reference
+from tpfused.overlap import calls
+from tpfused.overlap.matmul_all_reduce import MOST_TOKENS, matmul_all_reduce, matmul_all_reduce_norm
+from tpfused.overlap.plans import NormOperands
+from tpfused.overlap.tiers import tier
+
+EPS = 1e-5
+KINDS = "rmsnorm", "layernorm"
+# Leading dimensions, in and out features. The last rows are the longest that the kernel takes, and longer.
+SIZES = [((1,), 8, 16), ((1, 2), 6, 8), ((MOST_TOKENS,), 64, 136), ((MOST_TOKENS + 1,), 8, 16), ((3, 2), 8, 20)]
+LARGE = [((1, 1), 2048, 4096), ((64,), 264, 5120), ((8,), 64, 8192), ((4,), 64, 16384), ((2,), 64, 16392)]
+
+
+class Data:
+    """This rank's operands of all ranks' random ones, and the results in float64 and in eager PyTorch."""
+
+    def __init__(self, block, leading, k, n, dtype, with_bias):
+        self.block, self.n = block, n
+        self.whole = {
+            "x": block.randn(*leading, k, dtype=dtype),
+            "weight": block.randn(n, k, dtype=dtype) * k**-0.5,
+            "bias": block.randn(n, dtype=dtype) if with_bias else None,
+            "residual": block.randn(*leading, n, dtype=dtype),
+            "scale": block.randn(n, dtype=dtype),
+            "shift": block.randn(n, dtype=dtype),
+        }
+
+    def dense(self, kind, dtype):
+        whole = {name: None if x is None else x.to(dtype) for name, x in self.whole.items()}
+        total = whole["residual"] + F.linear(whole["x"], whole["weight"], whole["bias"])
+        shift = whole["shift"] if kind == "layernorm" else None
+        return total, reference.normalize(total, kind, whole["scale"], shift, EPS)
+
+    def run(self, kind):
+        whole, block = self.whole, self.block
+        norm = NormOperands(kind, whole["scale"], whole["shift"] if kind == "layernorm" else None, EPS)
+        x, weight = block.own(whole["x"], -1).contiguous(), block.own(whole["weight"], 1)
+        return matmul_all_reduce_norm(x, weight, whole["bias"], whole["residual"], norm, **block.place)
+
+
+def check(ctx, tp, seed):
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    on_gpu, fused = ctx.device.type == "cuda", []
+    dtypes = (torch.float32, torch.float16, torch.bfloat16) if on_gpu else (torch.float32, torch.float64)
+    with pytest.MonkeyPatch.context() as patch:
+        call = calls.matmul_all_reduce_norm
+        patch.setattr(calls, "matmul_all_reduce_norm", lambda *args: (fused.append(args), call(*args))[1])
+        for (leading, k, n), dtype, kind in product(SIZES + LARGE * on_gpu, dtypes, KINDS):
+            data = Data(block, leading, k, n, dtype, with_bias=kind == "layernorm")
+            expected, eager = data.dense(kind, torch.float64), data.dense(kind, dtype)
+            for name in ("p2p", "nccl", "reference"):
+                fused.clear()
+                poison(ctx, eager[0])
+                with forced(ctx, tp, name), torch.no_grad():
+                    actual = data.run(kind)
+                where = f"{name} {dtype} {kind} {leading, k, n}"
+                for index, what in enumerate(("sum", "norm")):
+                    if dtype == torch.float64:
+                        assert_close(actual[index], expected[index], f"{what} of {where}")
+                    else:
+                        one = expected[index], eager[index], lambda whole: whole, f"{what} of {where}"
+                        assert_within_rule(actual[index], *one, chain=True)
+                fits = torch.Size(leading).numel() <= MOST_TOKENS and n * dtype.itemsize <= 32768
+                fits &= n * dtype.itemsize % 16 == 0 and dtype != torch.float64
+                assert len(fused) == (name == "p2p" and tp > 1 and fits), where
+
+
+def check_layouts(ctx, tp, seed):
+    """Operands that begin in the middle of 16 bytes, or are not contiguous."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    data = Data(block, (2, 3), 8, 16, torch.float32, True)
+    with forced(ctx, tp, "p2p"), torch.no_grad():
+        expected = data.run("layernorm")
+        for name in ("residual", "scale", "shift", "bias"):
+            value = data.whole[name]
+            odd = torch.empty(value.numel() + 1, device=ctx.device)[1:].view(value.shape).copy_(value)
+            apart = torch.stack((value, value), -1)[..., 0]
+            for other in (odd, apart):
+                data.whole[name] = other
+                for mine, theirs in zip(data.run("layernorm"), expected, strict=True):
+                    assert torch.equal(mine, theirs), name
+            data.whole[name] = value
+
+
+def check_gradients(ctx, tp, seed):
+    """With them it is the three operations."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    data = Data(block, (2, 3), 8, 16, torch.float32, True)
+    leaves = [data.whole[name].requires_grad_() for name in ("residual", "scale", "shift", "bias")]
+    found = []
+    for name in ("reference", "p2p"):
+        with forced(ctx, tp, name):
+            total, y = data.run("layernorm")
+            found.append(torch.autograd.grad(total.square().sum() + y.square().sum(), leaves))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4)
+
+
+def check_refusals(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    data = Data(block, (2, 3), 8, 16, torch.float32, False)
+    right = data.whole["residual"]
+    for residual, told in ((right[:1], (1, 3, 16)), (right[..., :8], (2, 3, 8)), (right.to("meta"), "meta")):
+        data.whole["residual"] = residual
+        with refuses(ValueError, "residual", told, (2, 3, 16)):
+            data.run("rmsnorm")
+
+
+def check_replays(ctx, steps, seed):
+    """In turn with the sums alone, which use the same memory, replayed and eager, with ranks that are late."""
+    torch.manual_seed(seed)
+    rng, block = random.Random(seed), Block(ctx, ctx.world, "group", seed)
+    with poisoned(), torch.no_grad(), tier("p2p"):
+        runs = []
+        for leading, k, n in (((1, 1), 64, 4096), ((5,), 64, 512), ((64,), 128, 1024)):
+            data = Data(block, leading, k, n, torch.bfloat16, False)
+            x, weight = block.own(data.whole["x"], -1).contiguous(), block.own(data.whole["weight"], 1)
+
+            def alone(x=x, weight=weight):
+                return (matmul_all_reduce(x, weight, **block.place),)
+
+            def joined(data=data):
+                return data.run("rmsnorm")
+
+            for run in (alone, joined):
+                with tier("reference"):
+                    expected = [y.clone() for y in run()]
+                run()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    results = run()
+                runs.append((run, graph, results, expected, [largest(y) for y in expected]))
+        errors = Errors(ctx, [str(index) for index in range(len(runs))])
+        for _ in range(steps):
+            index, replayed = rng.randrange(len(runs)), rng.random() < 0.5
+            run, graph, results, expected, scales = runs[index]
+            perhaps_late(ctx, rng)
+            if replayed:
+                graph.replay()
+            errors.add(index, largest_error(results if replayed else run(), expected, scales))
+        errors.check(f"after {steps} steps")
+
+
+def test_equals_the_three_operations(workers, tp, seed):
+    workers.run(check, tp, seed)
+
+
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_layouts(workers, tp, seed):
+    workers.run(check_layouts, tp, seed)
+
+
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_gradients(workers, tp, seed):
+    workers.run(check_gradients, tp, seed)
+
+
+def test_bad_input_is_refused_before_any_collective(workers, tp):
+    workers.run(check_refusals, tp)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+def test_replays_and_late_ranks(ranks, seed):
+    ranks.run(check_replays, 2000, seed, timeout=60)
