@@ -67,7 +67,7 @@ class PeerMemory {
   char* small(int rank, int turn) const { return base_[rank] + flag_bytes + turn * small_bytes_; }
   size_t small_bytes() const { return small_bytes_; }
   uint32_t* small_flags(int rank) const { return word(rank, words); }
-  uint32_t* small_counter() const { return local(slots); }  // and the word after it
+  uint32_t* small_counter() const { return local(slots); }  // and the two words after it
 
   // This rank's own counts of each slot's uses, where the GPU keeps them, and a word for one use's number.
   uint32_t* counter(int slot) const { return local(slot); }

@@ -1,5 +1,6 @@
 #include "blocks.h"
 #include "check.h"
+#include "few_rows.h"
 #include "parts.h"
 #include "reduce.h"
 #include "small_sums.h"
@@ -168,17 +169,22 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
 void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStream_t stream) {
   char* own_workspace = workspace.take(workspace_bytes(o.type));
   char* part = workspace.take(o.m * o.n * size_of(o.type));
-  group.matmul(o.type).run({matrix(o.x, o.k), o.w, matrix(part, o.n), o.m, o.n, o.k}, stream, own_workspace);
-  if (o.norm) return small_all_reduce_norm(group, *o.norm, part, o.bias, o.m, o.n, o.type, stream);
-  small_all_reduce(group, o.y, part, o.bias, o.m, o.n, o.type, stream);
+  FewRows few{o.m, o.n, o.k, o.type, o.x, o.w.data, o.w.leading, part, o.norm != nullptr};
+  // Other tiers' matmuls give other bits.
+  bool pushed = o.w.transposed && !group.deterministic && is_few_rows(group, few);
+  if (pushed) {
+    multiply_and_push(group, few, stream);
+  } else {
+    group.matmul(o.type).run({matrix(o.x, o.k), o.w, matrix(part, o.n), o.m, o.n, o.k}, stream, own_workspace);
+  }
+  small_all_reduce(group, {o.m, o.n, o.type, part, o.bias, o.y, o.norm, pushed}, stream);
 }
 
 }  // namespace
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  auto is_small = o.norm ? is_small_sum_with_norm : is_small_sum;
-  if (tier == Tier::p2p && o.wants_dw == Dw::none && is_small(group, o.m, o.n, o.type)) {
+  if (tier == Tier::p2p && o.wants_dw == Dw::none && is_small_sum(group, o.m, o.n, o.type, o.norm)) {
     return small(group, o, workspace, stream);
   }
   if (o.norm) {

@@ -1,8 +1,8 @@
 #include <algorithm>
 
 #include "check.h"
-#include "device_words.h"
 #include "numbers.h"
+#include "small_areas.h"
 #include "small_sums.h"
 
 namespace tpfused {
@@ -12,58 +12,6 @@ constexpr int threads = 512;
 constexpr int row_vectors = 4;                 // of a row that is normalised, for each thread
 constexpr int64_t one_shot_bytes = 256 << 10;  // with more, and more than two ranks, two-shot
 
-// What the peers write here, and where this rank writes at theirs.
-struct Areas {
-  char* area[most_ranks];       // the first of the two, which is followed by the other
-  uint32_t* flags[most_ranks];  // [turn][phase][from][block]
-  uint32_t* counter;            // of sums so far, and then a ticket
-  Replays* replays;
-  int rank, size;
-  bool in_graph;
-  int64_t bytes;   // of an area
-  int64_t stride;  // from one rank's numbers to the next one's
-
-  __device__ char* numbers(int owner, uint32_t turn, int phase, int from) const {
-    return area[owner] + turn * bytes + phase * (bytes / 2) + from * stride;
-  }
-  __device__ uint32_t* flag(int owner, uint32_t turn, int phase, int from) const {
-    return flags[owner] + ((turn * 2 + phase) * most_ranks + from) * PeerMemory::small_blocks + blockIdx.x;
-  }
-
-  // All threads of the block have written to the peers -> all have what the peers' blocks of this number have written.
-  __device__ void meet(uint32_t epoch, int phase) const {
-    __syncthreads();
-    int peer = threadIdx.x;
-    if (peer < size && peer != rank) {
-      __threadfence_system();
-      store_release(flag(peer, epoch % 2, phase, rank), epoch);
-      wait_until(flag(rank, epoch % 2, phase, peer), epoch, replays);
-    }
-    __syncthreads();
-  }
-
-  // -> the number of this sum. The last block to have read it counts it. The matmul before it may still be writing
-  // until `follow_matmul`.
-  __device__ uint32_t begin() const {
-    __shared__ uint32_t epoch;
-    if (threadIdx.x == 0) {
-      epoch = *static_cast<volatile uint32_t*>(counter) + 1;
-      if (in_graph && blockIdx.x == 0) replays->small_begun = epoch;
-      __threadfence();
-      if (atomicAdd(counter + 1, 1) == gridDim.x - 1) {
-        counter[1] = 0;
-        counter[0] = epoch;
-      }
-    }
-    __syncthreads();
-    return epoch;
-  }
-
-  __device__ void end(uint32_t epoch) const {
-    if (in_graph && blockIdx.x == 0 && threadIdx.x == 0) replays->small_ended = epoch;
-  }
-};
-
 // All that the kernel before this one on the stream has written is seen from now on. `launch` lets this one start while
 // that one ends, which hides the start and `begin`.
 __device__ void follow_matmul() {
@@ -71,10 +19,6 @@ __device__ void follow_matmul() {
   cudaGridDependencySynchronize();
 #endif
 }
-
-// What a peer has written is not to come from this multiprocessor's cache.
-__device__ int4 read(const char* from) { return __ldcg(reinterpret_cast<const int4*>(from)); }
-__device__ void write(char* to, int4 value) { *reinterpret_cast<int4*>(to) = value; }
 
 template <typename T>
 constexpr int width = 16 / sizeof(T);  // numbers in a vector
@@ -113,18 +57,18 @@ __device__ int4 sum_of(const Areas& areas, uint32_t turn, const char* own, int64
 
 template <typename T>
 __global__ void __launch_bounds__(threads)
-    one_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n) {
+    one_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n, bool pushed) {
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
   int64_t first = blockIdx.x * threads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * threads;
-  for (int64_t i = first; i < vectors; i += step) {
+  for (int64_t i = first; i < vectors && !pushed; i += step) {
     int4 value = *reinterpret_cast<const int4*>(part + i * 16);
     for (int ahead = 1; ahead < areas.size; ++ahead) {
       int peer = (areas.rank + ahead) % areas.size;
       write(areas.numbers(peer, turn, 0, areas.rank) + i * 16, value);
     }
   }
-  areas.meet(epoch, 0);
+  areas.meet(epoch, 0, pushed);
   for (int64_t i = first; i < vectors; i += step) {
     write(y + i * 16, sum_of(areas, turn, part + i * 16, i * 16, bias ? bias + i * width<T> % n : nullptr));
   }
@@ -238,11 +182,11 @@ __device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t 
 // One-shot, and what follows the sum: a block has whole rows.
 template <typename T>
 __global__ void __launch_bounds__(threads)
-    one_shot_norm(Areas areas, AddNorm norm, const char* part, const T* bias, int64_t rows, int64_t n) {
+    one_shot_norm(Areas areas, AddNorm norm, const char* part, const T* bias, int64_t rows, int64_t n, bool pushed) {
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
   const int64_t vectors = n / width<T>;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
+  for (int64_t row = blockIdx.x; row < rows && !pushed; row += gridDim.x) {
     for (int64_t i = row * vectors + threadIdx.x; i < (row + 1) * vectors; i += threads) {
       int4 value = *reinterpret_cast<const int4*>(part + i * 16);
       for (int ahead = 1; ahead < areas.size; ++ahead) {
@@ -253,7 +197,7 @@ __global__ void __launch_bounds__(threads)
   }
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     auto meet = [&] {
-      if (row == blockIdx.x) areas.meet(epoch, 0);
+      if (row == blockIdx.x) areas.meet(epoch, 0, pushed);
     };
     add_and_normalize_row<T>(norm, row, n, meet, [&](int vector, float* sums) {
       int64_t at = (row * vectors + vector) * 16;
@@ -297,7 +241,9 @@ void launch(void (*kernel)(Parameters...), int64_t blocks, bool early, cudaStrea
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "small_all_reduce");
 }
 
-Areas areas_of(Group& group, int64_t vectors) {
+}  // namespace
+
+Areas areas_of(Group& group, int64_t rows, int64_t n, Type type) {
   Areas areas{};
   for (int rank = 0; rank < group.size; ++rank) {
     areas.area[rank] = group.peers->small(rank, 0);
@@ -309,56 +255,53 @@ Areas areas_of(Group& group, int64_t vectors) {
   areas.rank = group.rank;
   areas.size = group.size;
   areas.bytes = static_cast<int64_t>(group.peers->small_bytes());
-  areas.stride = stride_of(group, vectors);
+  areas.stride = stride_of(group, vectors_of(rows, n, type));
   return areas;
 }
 
-}  // namespace
-
-bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type) {
+int64_t blocks_of(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm) {
   int64_t vectors = vectors_of(rows, n, type);
-  int64_t room = static_cast<int64_t>(group.peers->small_bytes()) / (by_one_shot(group, vectors) ? 1 : 2);
+  int64_t each = by_one_shot(group, vectors) ? vectors : stride_of(group, vectors) / 16;
+  int64_t wanted = with_norm ? rows : (each + threads - 1) / threads;
+  return std::clamp<int64_t>(wanted, 1, PeerMemory::small_blocks);
+}
+
+bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm) {
+  int64_t vectors = vectors_of(rows, n, type);
+  bool once = by_one_shot(group, vectors);
+  int64_t room = static_cast<int64_t>(group.peers->small_bytes()) / (once ? 1 : 2);
   bool fits = stride_of(group, vectors) * group.size <= room;
-  return n * size_of(type) % 16 == 0 && vectors > 0 && fits;
+  return n * size_of(type) % 16 == 0 && vectors > 0 && fits && (once || !with_norm);
 }
 
-void small_all_reduce(Group& group, void* y, const void* part, const void* bias, int64_t rows, int64_t n, Type type,
-                      cudaStream_t stream) {
-  int64_t vectors = vectors_of(rows, n, type);
-  bool once = by_one_shot(group, vectors), early = group.architecture >= 9;
-  Areas areas = areas_of(group, vectors);
-  int64_t each = once ? vectors : areas.stride / 16;
-  int64_t blocks = std::clamp<int64_t>((each + threads - 1) / threads, 1, PeerMemory::small_blocks);
+bool is_one_shot(const Group& group, int64_t rows, int64_t n, Type type) {
+  return by_one_shot(group, vectors_of(rows, n, type));
+}
+
+void small_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
+  int64_t blocks = blocks_of(group, s.rows, s.n, s.type, s.norm), vectors = vectors_of(s.rows, s.n, s.type);
+  bool early = group.architecture >= 9;
+  Areas areas = areas_of(group, s.rows, s.n, s.type);
+  auto part = static_cast<const char*>(s.part);
+  auto y = static_cast<char*>(s.y);
   group.begin_small_sum(stream);
-  by_type(type, [&](auto zero) {
+  by_type(s.type, [&](auto zero) {
     using T = decltype(zero);
-    launch(once ? one_shot<T> : two_shot<T>, blocks, early, stream, areas, static_cast<char*>(y),
-           static_cast<const char*>(part), static_cast<const T*>(bias), vectors, n);
-  });
-  group.end_small_sum(stream);
-}
-
-bool is_small_sum_with_norm(const Group& group, int64_t rows, int64_t n, Type type) {
-  return is_small_sum(group, rows, n, type) && by_one_shot(group, vectors_of(rows, n, type));
-}
-
-void small_all_reduce_norm(Group& group, const AddNorm& norm, const void* part, const void* bias, int64_t rows,
-                           int64_t n, Type type, cudaStream_t stream) {
-  Areas areas = areas_of(group, vectors_of(rows, n, type));
-  int64_t blocks = std::min<int64_t>(rows, PeerMemory::small_blocks);
-  group.begin_small_sum(stream);
-  by_type(type, [&](auto zero) {
-    using T = decltype(zero);
-    launch(one_shot_norm<T>, blocks, group.architecture >= 9, stream, areas, norm, static_cast<const char*>(part),
-           static_cast<const T*>(bias), rows, n);
+    auto bias = static_cast<const T*>(s.bias);
+    if (s.norm) {
+      launch(one_shot_norm<T>, blocks, early, stream, areas, *s.norm, part, bias, s.rows, s.n, s.pushed);
+    } else if (by_one_shot(group, vectors)) {
+      launch(one_shot<T>, blocks, early, stream, areas, y, part, bias, vectors, s.n, s.pushed);
+    } else {
+      launch(two_shot<T>, blocks, early, stream, areas, y, part, bias, vectors, s.n);
+    }
   });
   group.end_small_sum(stream);
 }
 
 void add_and_normalize(const AddNorm& norm, const void* sum, int64_t rows, int64_t n, Type type, cudaStream_t stream) {
   by_type(type, [&](auto zero) {
-    using T = decltype(zero);
-    launch(add_norm<T>, rows, false, stream, norm, static_cast<const char*>(sum), n);
+    launch(add_norm<decltype(zero)>, rows, false, stream, norm, static_cast<const char*>(sum), n);
   });
 }
 

@@ -15,15 +15,7 @@ namespace tpfused {
 // overwritten that a peer still reads: who has seen a peer's flags of one sum knows that the peer has finished the one
 // before.
 
-// Whether `small_all_reduce` takes it.
-bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type);
-
-// y [rows, n] = the sum over the ranks of part [rows, n], plus bias [n] or null. Contiguous; y and part aligned to 16
-// bytes.
-void small_all_reduce(Group& group, void* y, const void* part, const void* bias, int64_t rows, int64_t n, Type type,
-                      cudaStream_t stream);
-
-// What follows the sum in a block of a transformer: sum = residual + it, and y = that normalised over its n entries,
+// What may follow a sum in a block of a transformer: sum = residual + it, and y = that normalised over its n entries,
 // (sum - mean) / sqrt(variance + eps) * weight + bias; the mean counts as 0 unless `centered`. [rows, n], weight and
 // bias [n], bias null if there is none. Contiguous, aligned to 16 bytes, of rows of at most 32 KiB that are multiples
 // of 16 bytes.
@@ -37,13 +29,24 @@ struct AddNorm {
   bool centered;
 };
 
-// Whether `small_all_reduce_norm` takes it: one-shot, in the same kernel.
-bool is_small_sum_with_norm(const Group& group, int64_t rows, int64_t n, Type type);
+// y [rows, n] = the sum over the ranks of part [rows, n], plus bias [n] or null; or `norm` of it. Contiguous; y and
+// part aligned to 16 bytes.
+struct SmallSum {
+  int64_t rows, n;
+  Type type;
+  const void* part;
+  const void* bias;
+  void* y;              // not with `norm`
+  const AddNorm* norm;  // or null: one-shot only
+  bool pushed;          // one-shot: the kernel before has written the part to the peers, and told them
+};
 
-void small_all_reduce_norm(Group& group, const AddNorm& norm, const void* part, const void* bias, int64_t rows,
-                           int64_t n, Type type, cudaStream_t stream);
+// Whether `small_all_reduce` takes it.
+bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm);
+bool is_one_shot(const Group& group, int64_t rows, int64_t n, Type type);
+void small_all_reduce(Group& group, const SmallSum& sum, cudaStream_t stream);
 
-// The same of a sum [rows, n] that is there.
+// What follows a sum [rows, n] that is there.
 void add_and_normalize(const AddNorm& norm, const void* sum, int64_t rows, int64_t n, Type type, cudaStream_t stream);
 
 }  // namespace tpfused

@@ -21,6 +21,8 @@ KINDS = "rmsnorm", "layernorm"
 # Leading dimensions, in and out features. The last rows are the longest that the kernel takes, and longer.
 SIZES = [((1,), 8, 16), ((1, 2), 6, 8), ((MOST_TOKENS,), 64, 136), ((MOST_TOKENS + 1,), 8, 16), ((3, 2), 8, 20)]
 LARGE = [((1, 1), 2048, 4096), ((64,), 264, 5120), ((8,), 64, 8192), ((4,), 64, 16384), ((2,), 64, 16392)]
+# Rows, a rank's in features and out features.
+FEW_ROWS = [(1, 8, 8), (2, 1032, 4104), (3, 256, 64), (4, 2312, 24), (5, 64, 16), (1, 7168, 4096), (4, 14336, 8192)]
 
 
 class Data:
@@ -156,6 +158,35 @@ def check_replays(ctx, steps, seed):
         errors.check(f"after {steps} steps")
 
 
+@torch.no_grad()
+def check_few_rows(ctx, seed):
+    """Whose matmul pushes what it multiplies, unless a rank's operands are not aligned: the others wait for neither."""
+    block = Block(ctx, ctx.world, "group", seed)
+    torch.manual_seed(seed)
+    last = ctx.rank == ctx.world - 1
+    for dtype, (m, k, n), with_norm in product((torch.float16, torch.bfloat16), FEW_ROWS, (False, True)):
+        data = Data(block, (m,), k * ctx.world, n, dtype, with_bias=m % 2 == 0)
+        expected, eager = data.dense("rmsnorm", torch.float64), data.dense("rmsnorm", dtype)
+        if not with_norm:
+            x, weight = data.whole["x"], data.whole["weight"]
+            expected, eager = ([F.linear(x.to(to), weight.to(to))] for to in (torch.float64, dtype))
+        for odd in (False, last, True):
+            x, weight = (block.own(data.whole[name], -1).contiguous() for name in ("x", "weight"))
+            if odd:
+                x = torch.empty(x.numel() + 1, device=ctx.device, dtype=dtype)[1:].view(x.shape).copy_(x)
+            norm = NormOperands("rmsnorm", data.whole["scale"], None, EPS)
+            poison(ctx, eager[0])
+            with tier("p2p"):
+                if with_norm:
+                    actual = matmul_all_reduce_norm(
+                        x, weight, data.whole["bias"], data.whole["residual"], norm, **block.place
+                    )
+                else:
+                    actual = (matmul_all_reduce(x, weight, **block.place),)
+            for one in zip(actual, expected, eager, strict=True):
+                assert_within_rule(*one, lambda whole: whole, f"{dtype} {m, k, n} {with_norm} {odd}", chain=True)
+
+
 def test_equals_the_three_operations(workers, tp, seed):
     workers.run(check, tp, seed)
 
@@ -168,6 +199,12 @@ def test_layouts(workers, tp, seed):
 @pytest.mark.parametrize("tp", [2], indirect=True)
 def test_gradients(workers, tp, seed):
     workers.run(check_gradients, tp, seed)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+def test_few_rows(ranks, seed):
+    ranks.run(check_few_rows, seed)
 
 
 def test_bad_input_is_refused_before_any_collective(workers, tp):
