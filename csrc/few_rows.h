@@ -1,24 +1,22 @@
 #pragma once
 
-#include "small_sums.h"
+#include "tiny_sums.h"
 
 namespace tpfused {
 
-// The matmul of a decoding step, part [m, n] = x [m, k] @ w [n, k].T of at most four rows, whose blocks write what they
-// have multiplied to the peers at once: `small_all_reduce` then adds what has been pushed. It reads the weight once, as
-// fast as memory gives it: no tensor cores, and no second kernel that adds parts of k.
+// The matmul of a decoding step, part [m, n] = x [m, k] @ w [n, k].T of at most four rows, whose blocks give every rank
+// what they have multiplied at once, for a tiny sum. It reads the weight once, as fast as memory gives it: no tensor
+// cores, and no second kernel that adds parts of k.
 struct FewRows {
   int64_t m, n, k;
   Type type;
   const void* x;  // contiguous
   const void* w;
   int64_t leading;  // entries from one row of w to the next
-  void* part;       // contiguous
-  bool with_norm;   // whether the sum goes into an `AddNorm`
 };
 
 // Whether `multiply_and_push` takes it: 16-bit numbers, 16 bytes of which lie together everywhere. Another rank may
-// differ in that.
+// differ in that, and push what it has multiplied otherwise.
 bool is_few_rows(const Group& group, const FewRows& product);
 void multiply_and_push(Group& group, const FewRows& product, cudaStream_t stream);
 

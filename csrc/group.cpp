@@ -17,7 +17,7 @@ PeerMemory::PeerMemory(int size, size_t slot_bytes)
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes()), "cudaMalloc of memory that peers write");
   own_ = static_cast<char*>(memory);
-  check(cudaMemset(own_, 0, flag_bytes), "cudaMemset of flags");
+  check(cudaMemset(own_, 0, small_at()), "cudaMemset of flags");
   check(cudaDeviceSynchronize(), "clearing flags");
 }
 

@@ -46,6 +46,7 @@ class PeerMemory {
   static constexpr int slots = 3;                       // operations that may be under way at a time
   static constexpr size_t most_small_bytes = 8 << 20;   // of each of the two areas for small sums
   static constexpr int small_blocks = 128;              // of the kernel that adds them
+  static constexpr size_t tiny_bytes = 128 << 10;       // for each rank's words in each of the two areas for tiny sums
   static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`
 
   PeerMemory(int size, size_t slot_bytes);
@@ -53,21 +54,23 @@ class PeerMemory {
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
-  size_t bytes() const { return flag_bytes + 2 * small_bytes_ + slots * slot_bytes_; }
+  size_t bytes() const { return slots_at() + slots * slot_bytes_; }
   std::string handle() const;                                       // for the peers
   void connect(int rank, const std::vector<std::string>& handles);  // one of each rank
   void disconnect();                                                // before any peer frees its memory
 
-  char* slot(int rank, int slot) const { return base_[rank] + flag_bytes + 2 * small_bytes_ + slot * slot_bytes_; }
+  char* slot(int rank, int slot) const { return base_[rank] + slots_at() + slot * slot_bytes_; }
   // On `rank`: what `from` has pushed, and (written by that peer) what it has emptied of its own.
   uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot * most_ranks + from); }
   uint32_t* emptied(int rank, int slot, int from) const { return word(rank, (2 * slot + 1) * most_ranks + from); }
 
   // The area and the flags of small sums that alternate ones use, see small_sums.h.
-  char* small(int rank, int turn) const { return base_[rank] + flag_bytes + turn * small_bytes_; }
+  char* small(int rank, int turn) const { return base_[rank] + small_at() + turn * small_bytes_; }
   size_t small_bytes() const { return small_bytes_; }
   uint32_t* small_flags(int rank) const { return word(rank, words); }
-  uint32_t* small_counter() const { return local(slots); }  // and the two words after it
+  uint32_t* small_counter() const { return local(slots); }  // and the word after it
+  // The first of the two areas of tiny sums, see tiny_sums.h.
+  char* tiny(int rank) const { return base_[rank] + flag_bytes; }
 
   // This rank's own counts of each slot's uses, where the GPU keeps them, and a word for one use's number.
   uint32_t* counter(int slot) const { return local(slot); }
@@ -80,6 +83,8 @@ class PeerMemory {
   static constexpr int small_flag_words = 2 * 2 * most_ranks * small_blocks;
   static constexpr int first_number = 64, eager_numbers = 1 << 12, most_numbers = 1 << 17;
 
+  size_t small_at() const { return flag_bytes + 2 * base_.size() * tiny_bytes; }
+  size_t slots_at() const { return small_at() + 2 * small_bytes_; }
   uint32_t* word(int rank, int index) const { return reinterpret_cast<uint32_t*>(base_[rank]) + index; }
   uint32_t* local(int index) const { return reinterpret_cast<uint32_t*>(own_) + words + small_flag_words + index; }
 

@@ -169,7 +169,7 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
 void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStream_t stream) {
   char* own_workspace = workspace.take(workspace_bytes(o.type));
   char* part = workspace.take(o.m * o.n * size_of(o.type));
-  FewRows few{o.m, o.n, o.k, o.type, o.x, o.w.data, o.w.leading, part, o.norm != nullptr};
+  FewRows few{o.m, o.n, o.k, o.type, o.x, o.w.data, o.w.leading};
   // Other tiers' matmuls give other bits.
   bool pushed = o.w.transposed && !group.deterministic && is_few_rows(group, few);
   if (pushed) {

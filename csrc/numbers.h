@@ -32,6 +32,21 @@ struct alignas(sizeof(T) * Width) Vector {
   }
 };
 
+// 16 bytes.
+template <typename T>
+constexpr int width = 16 / sizeof(T);  // numbers in a vector
+
+template <typename T>
+__device__ inline void add(int4 value, float* sums) {
+  reinterpret_cast<const Vector<T, width<T>>&>(value).add_to(sums);
+}
+
+template <typename T>
+__device__ inline int4 rounded(const float* sums) {
+  auto out = Vector<T, width<T>>::rounded(sums);
+  return reinterpret_cast<const int4&>(out);
+}
+
 // Calls `function` with a zero of the numbers' type, for its `decltype`.
 template <typename Function>
 void by_type(Type type, Function function) {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include "check.h"
 #include "device_words.h"
 #include "group.h"
 
@@ -11,7 +12,8 @@ namespace tpfused {
 struct Areas {
   char* area[most_ranks];       // the first of the two, which is followed by the other
   uint32_t* flags[most_ranks];  // [turn][phase][from][block]
-  uint32_t* counter;            // of sums so far; then tickets, of the kernel that adds and of one that pushes
+  char* tiny[most_ranks];       // the first of the two of tiny sums
+  uint32_t* counter;            // of sums so far, and then a ticket
   Replays* replays;
   int rank, size;
   bool in_graph;
@@ -21,21 +23,23 @@ struct Areas {
   __device__ char* numbers(int owner, uint32_t turn, int phase, int from) const {
     return area[owner] + turn * bytes + phase * (bytes / 2) + from * stride;
   }
-  __device__ uint32_t* flag(int owner, uint32_t turn, int phase, int from, int block) const {
-    return flags[owner] + ((turn * 2 + phase) * most_ranks + from) * PeerMemory::small_blocks + block;
+  __device__ uint32_t* flag(int owner, uint32_t turn, int phase, int from) const {
+    return flags[owner] + ((turn * 2 + phase) * most_ranks + from) * PeerMemory::small_blocks + blockIdx.x;
   }
 
-  // All threads of the block have written to the peers, unless that was `done` by a kernel before -> all have what the
-  // peers have written for the block of this number.
-  __device__ void meet(uint32_t epoch, int phase, bool done = false) const {
+  // Where rank `from` writes a vector of a tiny sum at `owner`.
+  __device__ char* words(int owner, uint32_t turn, int from, int64_t vector) const {
+    return tiny[owner] + (turn * size + from) * PeerMemory::tiny_bytes + vector * 32;
+  }
+
+  // All threads of the block have written to the peers -> all have what the peers' blocks of this number have written.
+  __device__ void meet(uint32_t epoch, int phase) const {
     __syncthreads();
     int peer = threadIdx.x;
     if (peer < size && peer != rank) {
-      if (!done) {
-        __threadfence_system();
-        store_release(flag(peer, epoch % 2, phase, rank, blockIdx.x), epoch);
-      }
-      wait_until(flag(rank, epoch % 2, phase, peer, blockIdx.x), epoch, replays);
+      __threadfence_system();
+      store_release(flag(peer, epoch % 2, phase, rank), epoch);
+      wait_until(flag(rank, epoch % 2, phase, peer), epoch, replays);
     }
     __syncthreads();
   }
@@ -66,8 +70,29 @@ struct Areas {
 };
 
 Areas areas_of(Group& group, int64_t rows, int64_t n, Type type);
-// How many blocks add such a sum, each of which waits for a flag of its own.
-int64_t blocks_of(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm);
+
+// All that the kernel before this one on the stream has written is seen from now on. `launch_after_matmul` lets this
+// one start while that one ends, which hides the start and `begin`.
+__device__ inline void follow_matmul() {
+#if __CUDA_ARCH__ >= 900
+  cudaGridDependencySynchronize();
+#endif
+}
+
+template <typename... Parameters, typename... Arguments>
+void launch_after_matmul(const Group& group, void (*kernel)(Parameters...), int64_t blocks, int threads,
+                         cudaStream_t stream, Arguments... arguments) {
+  cudaLaunchAttribute serialization{};
+  serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  serialization.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = static_cast<unsigned>(blocks);
+  config.blockDim = threads;
+  config.stream = stream;
+  config.attrs = &serialization;
+  config.numAttrs = group.architecture >= 9 ? 1 : 0;
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "small_all_reduce");
+}
 
 // What a peer has written is not to come from this multiprocessor's cache.
 __device__ inline int4 read(const char* from) { return __ldcg(reinterpret_cast<const int4*>(from)); }

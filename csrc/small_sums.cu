@@ -1,38 +1,16 @@
 #include <algorithm>
 
 #include "check.h"
-#include "numbers.h"
+#include "normalize_row.h"
 #include "small_areas.h"
 #include "small_sums.h"
+#include "tiny_sums.h"
 
 namespace tpfused {
 namespace {
 
-constexpr int threads = 512;
-constexpr int row_vectors = 4;                 // of a row that is normalised, for each thread
+constexpr int threads = norm_threads;
 constexpr int64_t one_shot_bytes = 256 << 10;  // with more, and more than two ranks, two-shot
-
-// All that the kernel before this one on the stream has written is seen from now on. `launch` lets this one start while
-// that one ends, which hides the start and `begin`.
-__device__ void follow_matmul() {
-#if __CUDA_ARCH__ >= 900
-  cudaGridDependencySynchronize();
-#endif
-}
-
-template <typename T>
-constexpr int width = 16 / sizeof(T);  // numbers in a vector
-
-template <typename T>
-__device__ void add(int4 value, float* sums) {
-  reinterpret_cast<const Vector<T, width<T>>&>(value).add_to(sums);
-}
-
-template <typename T>
-__device__ int4 rounded(const float* sums) {
-  auto out = Vector<T, width<T>>::rounded(sums);
-  return reinterpret_cast<const int4&>(out);
-}
 
 // Adds all ranks' vector, of which this rank's lies at `own` and the others' at `numbers` + `at`, and the bias.
 template <typename T>
@@ -57,18 +35,18 @@ __device__ int4 sum_of(const Areas& areas, uint32_t turn, const char* own, int64
 
 template <typename T>
 __global__ void __launch_bounds__(threads)
-    one_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n, bool pushed) {
+    one_shot(Areas areas, char* y, const char* part, const T* bias, int64_t vectors, int64_t n) {
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
   int64_t first = blockIdx.x * threads + threadIdx.x, step = static_cast<int64_t>(gridDim.x) * threads;
-  for (int64_t i = first; i < vectors && !pushed; i += step) {
+  for (int64_t i = first; i < vectors; i += step) {
     int4 value = *reinterpret_cast<const int4*>(part + i * 16);
     for (int ahead = 1; ahead < areas.size; ++ahead) {
       int peer = (areas.rank + ahead) % areas.size;
       write(areas.numbers(peer, turn, 0, areas.rank) + i * 16, value);
     }
   }
-  areas.meet(epoch, 0, pushed);
+  areas.meet(epoch, 0);
   for (int64_t i = first; i < vectors; i += step) {
     write(y + i * 16, sum_of(areas, turn, part + i * 16, i * 16, bias ? bias + i * width<T> % n : nullptr));
   }
@@ -110,83 +88,14 @@ __global__ void __launch_bounds__(threads)
   areas.end(epoch);
 }
 
-// Of all threads of the block.
-__device__ float block_sum(float x) {
-  __shared__ float of_warp[threads / 32];
-  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(~0u, x, offset);
-  __syncthreads();  // of the sum before
-  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = x;
-  __syncthreads();
-  float sum = 0;
-  for (float each : of_warp) sum += each;
-  return sum;
-}
-
-// One row of an `AddNorm`: `add_part(vector, sums)` adds a vector of what comes to the residual. `then` is called once
-// what does not depend on that is on its way.
-template <typename T, typename Then, typename AddPart>
-__device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t n, Then then, AddPart add_part) {
-  const int vectors = static_cast<int>(n / width<T>);
-  auto at = [&](const void* from, int64_t vector) { return static_cast<const int4*>(from)[vector]; };
-  int4 residual[row_vectors], weight[row_vectors], bias[row_vectors];
-  float x[row_vectors][width<T>];
-#pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
-    int vector = threadIdx.x + i * threads;
-    residual[i] = weight[i] = bias[i] = {};
-    if (vector >= vectors) continue;
-    residual[i] = at(norm.residual, row * vectors + vector);
-    weight[i] = at(norm.weight, vector);
-    if (norm.bias) bias[i] = at(norm.bias, vector);
-  }
-  then();
-
-  float mean = 0, square = 0;
-#pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
-    int vector = threadIdx.x + i * threads;
-#pragma unroll
-    for (int j = 0; j < width<T>; ++j) x[i][j] = 0;
-    if (vector >= vectors) continue;
-    add_part(vector, x[i]);
-    add<T>(residual[i], x[i]);
-    int4 sum = rounded<T>(x[i]);
-    static_cast<int4*>(norm.sum)[row * vectors + vector] = sum;
-#pragma unroll
-    for (int j = 0; j < width<T>; ++j) x[i][j] = 0;
-    add<T>(sum, x[i]);  // what is normalised is what was written
-#pragma unroll
-    for (int j = 0; j < width<T>; ++j) mean += x[i][j];
-  }
-  mean = norm.centered ? block_sum(mean) / n : 0;
-#pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
-    bool inside = threadIdx.x + i * threads < vectors;
-#pragma unroll
-    for (int j = 0; j < width<T>; ++j) square += inside ? (x[i][j] - mean) * (x[i][j] - mean) : 0;
-  }
-  float scale = rsqrtf(block_sum(square) / n + norm.eps);
-#pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
-    int vector = threadIdx.x + i * threads;
-    if (vector >= vectors) continue;
-    float w[width<T>] = {}, out[width<T>] = {};
-    add<T>(weight[i], w);
-    add<T>(bias[i], out);
-#pragma unroll
-    for (int j = 0; j < width<T>; ++j) out[j] += (x[i][j] - mean) * scale * w[j];
-    static_cast<int4*>(norm.y)[row * vectors + vector] = rounded<T>(out);
-  }
-}
-
 // One-shot, and what follows the sum: a block has whole rows.
 template <typename T>
 __global__ void __launch_bounds__(threads)
-    one_shot_norm(Areas areas, AddNorm norm, const char* part, const T* bias, int64_t rows, int64_t n, bool pushed) {
+    one_shot_norm(Areas areas, AddNorm norm, const char* part, const T* bias, int64_t rows, int64_t n) {
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
   const int64_t vectors = n / width<T>;
-  for (int64_t row = blockIdx.x; row < rows && !pushed; row += gridDim.x) {
+  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     for (int64_t i = row * vectors + threadIdx.x; i < (row + 1) * vectors; i += threads) {
       int4 value = *reinterpret_cast<const int4*>(part + i * 16);
       for (int ahead = 1; ahead < areas.size; ++ahead) {
@@ -197,7 +106,7 @@ __global__ void __launch_bounds__(threads)
   }
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
     auto meet = [&] {
-      if (row == blockIdx.x) areas.meet(epoch, 0, pushed);
+      if (row == blockIdx.x) areas.meet(epoch, 0);
     };
     add_and_normalize_row<T>(norm, row, n, meet, [&](int vector, float* sums) {
       int64_t at = (row * vectors + vector) * 16;
@@ -226,21 +135,6 @@ int64_t stride_of(const Group& group, int64_t vectors) {
   return 16 * (by_one_shot(group, vectors) ? vectors : (vectors + group.size - 1) / group.size);
 }
 
-// `early`: see `follow_matmul`.
-template <typename... Parameters, typename... Arguments>
-void launch(void (*kernel)(Parameters...), int64_t blocks, bool early, cudaStream_t stream, Arguments... arguments) {
-  cudaLaunchAttribute serialization{};
-  serialization.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  serialization.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = static_cast<unsigned>(blocks);
-  config.blockDim = threads;
-  config.stream = stream;
-  config.attrs = &serialization;
-  config.numAttrs = early ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), "small_all_reduce");
-}
-
 }  // namespace
 
 Areas areas_of(Group& group, int64_t rows, int64_t n, Type type) {
@@ -248,6 +142,7 @@ Areas areas_of(Group& group, int64_t rows, int64_t n, Type type) {
   for (int rank = 0; rank < group.size; ++rank) {
     areas.area[rank] = group.peers->small(rank, 0);
     areas.flags[rank] = group.peers->small_flags(rank);
+    areas.tiny[rank] = group.peers->tiny(rank);
   }
   areas.counter = group.peers->small_counter();
   areas.replays = group.replays();
@@ -259,13 +154,6 @@ Areas areas_of(Group& group, int64_t rows, int64_t n, Type type) {
   return areas;
 }
 
-int64_t blocks_of(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm) {
-  int64_t vectors = vectors_of(rows, n, type);
-  int64_t each = by_one_shot(group, vectors) ? vectors : stride_of(group, vectors) / 16;
-  int64_t wanted = with_norm ? rows : (each + threads - 1) / threads;
-  return std::clamp<int64_t>(wanted, 1, PeerMemory::small_blocks);
-}
-
 bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm) {
   int64_t vectors = vectors_of(rows, n, type);
   bool once = by_one_shot(group, vectors);
@@ -274,13 +162,13 @@ bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type, bool w
   return n * size_of(type) % 16 == 0 && vectors > 0 && fits && (once || !with_norm);
 }
 
-bool is_one_shot(const Group& group, int64_t rows, int64_t n, Type type) {
-  return by_one_shot(group, vectors_of(rows, n, type));
-}
-
 void small_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
-  int64_t blocks = blocks_of(group, s.rows, s.n, s.type, s.norm), vectors = vectors_of(s.rows, s.n, s.type);
-  bool early = group.architecture >= 9;
+  if (is_tiny_sum(group, s.rows, s.n, s.type)) return tiny_all_reduce(group, s, stream);
+  int64_t vectors = vectors_of(s.rows, s.n, s.type);
+  bool once = by_one_shot(group, vectors);
+  int64_t each = once ? vectors : stride_of(group, vectors) / 16;
+  int64_t wanted = s.norm ? s.rows : (each + threads - 1) / threads;
+  int64_t blocks = std::clamp<int64_t>(wanted, 1, PeerMemory::small_blocks);
   Areas areas = areas_of(group, s.rows, s.n, s.type);
   auto part = static_cast<const char*>(s.part);
   auto y = static_cast<char*>(s.y);
@@ -289,11 +177,10 @@ void small_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
     using T = decltype(zero);
     auto bias = static_cast<const T*>(s.bias);
     if (s.norm) {
-      launch(one_shot_norm<T>, blocks, early, stream, areas, *s.norm, part, bias, s.rows, s.n, s.pushed);
-    } else if (by_one_shot(group, vectors)) {
-      launch(one_shot<T>, blocks, early, stream, areas, y, part, bias, vectors, s.n, s.pushed);
+      launch_after_matmul(group, one_shot_norm<T>, blocks, threads, stream, areas, *s.norm, part, bias, s.rows, s.n);
     } else {
-      launch(two_shot<T>, blocks, early, stream, areas, y, part, bias, vectors, s.n);
+      auto kernel = once ? one_shot<T> : two_shot<T>;
+      launch_after_matmul(group, kernel, blocks, threads, stream, areas, y, part, bias, vectors, s.n);
     }
   });
   group.end_small_sum(stream);
@@ -301,7 +188,9 @@ void small_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
 
 void add_and_normalize(const AddNorm& norm, const void* sum, int64_t rows, int64_t n, Type type, cudaStream_t stream) {
   by_type(type, [&](auto zero) {
-    launch(add_norm<decltype(zero)>, rows, false, stream, norm, static_cast<const char*>(sum), n);
+    using T = decltype(zero);
+    add_norm<T><<<static_cast<unsigned>(rows), threads, 0, stream>>>(norm, static_cast<const char*>(sum), n);
+    check(cudaGetLastError(), "add_and_normalize");
   });
 }
 

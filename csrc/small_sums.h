@@ -13,7 +13,7 @@ namespace tpfused {
 //
 // Two areas of each rank are used in turn, and the kernels of a group run one after the other. So nothing is
 // overwritten that a peer still reads: who has seen a peer's flags of one sum knows that the peer has finished the one
-// before.
+// before. The smallest sums, in tiny_sums.h, do without flags.
 
 // What may follow a sum in a block of a transformer: sum = residual + it, and y = that normalised over its n entries,
 // (sum - mean) / sqrt(variance + eps) * weight + bias; the mean counts as 0 unless `centered`. [rows, n], weight and
@@ -38,12 +38,11 @@ struct SmallSum {
   const void* bias;
   void* y;              // not with `norm`
   const AddNorm* norm;  // or null: one-shot only
-  bool pushed;          // one-shot: the kernel before has written the part to the peers, and told them
+  bool pushed;          // a tiny sum: the kernel before gives the part to all ranks, this one too
 };
 
 // Whether `small_all_reduce` takes it.
 bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm);
-bool is_one_shot(const Group& group, int64_t rows, int64_t n, Type type);
 void small_all_reduce(Group& group, const SmallSum& sum, cudaStream_t stream);
 
 // What follows a sum [rows, n] that is there.

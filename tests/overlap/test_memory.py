@@ -21,18 +21,18 @@ MIB = 2**20
 def check_told(ctx):
     """What each group keeps, and nothing of groups that are gone."""
     group, other = resolve_group(ctx.group(ctx.world)), dist.new_group(range(ctx.world))
-    device, made = torch.device("cuda", 0), SimpleNamespace(size=4, peer_bytes=20 * 2**20)
+    device, made = torch.device("cuda", 99), SimpleNamespace(size=4, peer_bytes=20 * 2**20)
     known = {(group.process_group, device): made, (other, device): made, (group.process_group, ctx.device): None}
     workspaces = {(0, 1): SimpleNamespace(device=device, numel=lambda: 5 * 2**20)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "_communicators", known)
         patch.setattr(calls, "_workspaces", workspaces | {(0, 2): workspaces[0, 1]})
-        row = GroupMemory("cuda:0", 4, 20 * 2**20, 10 * 2**20)
+        row = GroupMemory("cuda:99", 4, 20 * 2**20, 10 * 2**20)
         assert explain().memory == (row, row)
         dist.destroy_process_group(other)
         assert explain().memory == (row,)
         text = str(Explanation([Choice("op", 1, 1, 1, "float16", 4, "p2p", "forced")], explain().memory))
-        assert text.splitlines()[-1] == "4 ranks on cuda:0: 20.0 MiB that peers write, 10.0 MiB of workspaces"
+        assert text.splitlines()[-1] == "4 ranks on cuda:99: 20.0 MiB that peers write, 10.0 MiB of workspaces"
 
 
 def test_memory_is_told(workers):
@@ -61,6 +61,9 @@ def check_kept_workspaces(ctx, tp):
         small = calls._workspace(x, -1, 0, 5000)
         assert calls._workspace(x, -1, 0, 4000) is small and small.numel() >= 5000
         assert calls._workspace(x, -1, 1, 100).numel() < 200
+        known = list(calls._workspaces)
+        calls._workspace(x, -1, 7, 100, stays=False)
+        assert list(calls._workspaces) == known
         large = calls._workspace(x, -1, 0, 9000)
         assert large.numel() >= 9000 and calls._workspace(x, -1, 0, 100) is large
         assert calls._workspace(x, -1, 0, calls.KEPT_WORKSPACE).numel() == calls.KEPT_WORKSPACE

@@ -175,16 +175,18 @@ def _run(
     communicator.set_deterministic(exact[-1])
     stream = torch._C._cuda_getCurrentRawStream(device)
     kind = TF32 if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[dtype]
-    workspace = _workspace(x, device, stream, WORKSPACE[kind] + staged * itemsize + 4096)
+    size = WORKSPACE[kind] + staged * itemsize + 4096
+    workspace = _workspace(x, device, stream, size, stays=not plan.compiled)
     getattr(communicator.module, operation)(
         communicator.handle, TIERS.index(tier), stream, workspace.data_ptr(), workspace.numel(), kind,
         plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), weight, leading, *more,
     )  # fmt: skip
 
 
-def _workspace(x: Tensor, device: int, stream: int, size: int) -> Tensor:
+def _workspace(x: Tensor, device: int, stream: int, size: int, stays: bool = True) -> Tensor:
     """At least so many bytes, for what is on `stream` next."""
-    if size > KEPT_WORKSPACE or torch._C._cuda_isCurrentStreamCapturing():  # a graph's memory is its own
+    # What a graph is captured from, or compiled code lends to run before it captures, is not for others.
+    if not stays or size > KEPT_WORKSPACE or torch._C._cuda_isCurrentStreamCapturing():
         return torch.empty(size, dtype=torch.uint8, device=x.device)
     kept = _workspaces.get((device, stream))
     if kept is None or kept.numel() < size:

@@ -252,4 +252,4 @@ def _operator_of(operation: Operation) -> Callable:
 def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
     tokens, each, batch, inputs, outputs = sizes
     tp = resolve_group(dist.distributed_c10d._resolve_process_group(group))
-    return plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)
+    return plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)._replace(compiled=True)
