@@ -1,6 +1,6 @@
 """With TORCH_DISTRIBUTED_DEBUG=DETAIL, ranks that are about to do different things are told so, not left waiting."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
-from tpfused.overlap.tiers import tier
+from tpfused.overlap.tiers import deterministic, tier
 from tpfused.sharding import shard_size
 
 
@@ -57,9 +57,10 @@ def check_disagreements(ctx):
             matmul_all_reduce(ones(8, 3, dtype=half), ones(6, 3, dtype=half))
         with refuses(ValueError, "matmul_all_reduce", "column_matmul"):
             (column_matmul if last else matmul_all_reduce)(ones(8, 3), ones(6, 3))
-        if ctx.device.type == "cuda":
-            with refuses(ValueError, "p2p", "nccl"), tier("nccl" if last else "p2p"):
-                matmul_all_reduce(ones(8, 3), ones(6, 3))
+        with refuses(ValueError, "p2p", "nccl"), tier("nccl" if last else "p2p"):
+            matmul_all_reduce(ones(8, 3), ones(6, 3))
+        with refuses(ValueError, "deterministic"), deterministic() if last else nullcontext():
+            matmul_all_reduce(ones(8, 3), ones(6, 3))
 
 
 def check_agreements(ctx, seed):

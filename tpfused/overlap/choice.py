@@ -70,7 +70,7 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
     """
     dtype = x.dtype
     if group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL:
-        check_agreement(group, operation, shape, dtype)
+        check_agreement(group, operation, shape, dtype, wanted[-1] + ", deterministic" * exact[-1])
     key = (
         shape, operation, group.process_group, group.replicas, x.get_device(), dtype, wanted[-1], exact[-1],
         dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,

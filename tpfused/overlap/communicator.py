@@ -183,17 +183,18 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
 _communicators: dict[tuple[dist.ProcessGroup, torch.device], Communicator | None] = {}
 
 
-def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int], dtype: torch.dtype) -> None:
+def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int], dtype: torch.dtype, tier: str) -> None:
     """A collective, for when ranks may not mean the same call.
 
     Raises:
-        ValueError: on every rank, if the group's ranks differ in the operation, the shape of the whole, or the dtype.
+        ValueError: on every rank, if the group's ranks differ in the operation, the shape of the whole, the dtype, or
+            the tier that is asked for.
     """
-    calls = by_rank((operation, shape, str(dtype)), group.process_group)
+    calls = by_rank((operation, shape, str(dtype), tier), group.process_group)
     if len(set(calls.values())) > 1:
         told = "; ".join(
-            f"rank {rank}: {name}, {rows} rows, {k} -> {n} features, {kind}"
-            for rank, (name, (rows, k, n), kind) in calls.items()
+            f"rank {rank}: {name}, {rows} rows, {k} -> {n} features, {kind}, tier {by}"
+            for rank, (name, (rows, k, n), kind, by) in calls.items()
         )
         raise ValueError(f"the ranks of a group make different calls: {told}")
 
