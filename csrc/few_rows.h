@@ -4,7 +4,7 @@
 
 namespace tpfused {
 
-// The matmul of a decoding step, part [m, n] = x [m, k] @ w [n, k].T of at most four rows, whose blocks give every rank
+// The matmul of a decoding step, part [m, n] = x [m, k] @ w [n, k].T of at most two rows, whose blocks give every rank
 // what they have multiplied at once, for a tiny sum. It reads the weight once, as fast as memory gives it: no tensor
 // cores, and no second kernel that adds parts of k.
 struct FewRows {

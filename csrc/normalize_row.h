@@ -8,7 +8,7 @@ namespace tpfused {
 // For kernels: an `AddNorm` of one row by one block.
 
 constexpr int norm_threads = 512;
-constexpr int row_vectors = 4;  // for each thread
+constexpr int most_vectors = 4;  // of a row, for each thread
 
 // Of all threads of the block.
 __device__ inline float block_sum(float x) {
@@ -22,16 +22,16 @@ __device__ inline float block_sum(float x) {
   return sum;
 }
 
-// One row of an `AddNorm`: `add_part(vector, sums)` adds a vector of what comes to the residual. `then` is called once
-// what does not depend on that is on its way.
-template <typename T, typename Then, typename AddPart>
+// One row of an `AddNorm`, of at most `Vectors` for each thread: `add_part(vector, sums)` adds a vector of what comes
+// to the residual. `then` is called once what does not depend on that is on its way.
+template <typename T, int Vectors, typename Then, typename AddPart>
 __device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t n, Then then, AddPart add_part) {
   const int vectors = static_cast<int>(n / width<T>);
   auto at = [&](const void* from, int64_t vector) { return static_cast<const int4*>(from)[vector]; };
-  int4 residual[row_vectors], weight[row_vectors], bias[row_vectors];
-  float x[row_vectors][width<T>];
+  int4 residual[Vectors], weight[Vectors], bias[Vectors];
+  float x[Vectors][width<T>];
 #pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
+  for (int i = 0; i < Vectors; ++i) {
     int vector = threadIdx.x + i * norm_threads;
     residual[i] = weight[i] = bias[i] = {};
     if (vector >= vectors) continue;
@@ -43,7 +43,7 @@ __device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t 
 
   float mean = 0, square = 0;
 #pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
+  for (int i = 0; i < Vectors; ++i) {
     int vector = threadIdx.x + i * norm_threads;
 #pragma unroll
     for (int j = 0; j < width<T>; ++j) x[i][j] = 0;
@@ -60,14 +60,14 @@ __device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t 
   }
   mean = norm.centered ? block_sum(mean) / n : 0;
 #pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
+  for (int i = 0; i < Vectors; ++i) {
     bool inside = threadIdx.x + i * norm_threads < vectors;
 #pragma unroll
     for (int j = 0; j < width<T>; ++j) square += inside ? (x[i][j] - mean) * (x[i][j] - mean) : 0;
   }
   float scale = rsqrtf(block_sum(square) / n + norm.eps);
 #pragma unroll
-  for (int i = 0; i < row_vectors; ++i) {
+  for (int i = 0; i < Vectors; ++i) {
     int vector = threadIdx.x + i * norm_threads;
     if (vector >= vectors) continue;
     float w[width<T>] = {}, out[width<T>] = {};

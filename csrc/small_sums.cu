@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(threads)
     auto meet = [&] {
       if (row == blockIdx.x) areas.meet(epoch, 0);
     };
-    add_and_normalize_row<T>(norm, row, n, meet, [&](int vector, float* sums) {
+    add_and_normalize_row<T, most_vectors>(norm, row, n, meet, [&](int vector, float* sums) {
       int64_t at = (row * vectors + vector) * 16;
       add_all(areas, turn, part + at, at, bias ? bias + vector * width<T> : nullptr, sums);
     });
@@ -120,7 +120,7 @@ __global__ void __launch_bounds__(threads)
 template <typename T>
 __global__ void __launch_bounds__(threads) add_norm(AddNorm norm, const char* sum, int64_t n) {
   const int64_t row = blockIdx.x, vectors = n / width<T>;
-  add_and_normalize_row<T>(
+  add_and_normalize_row<T, most_vectors>(
       norm, row, n, [] {},
       [&](int vector, float* sums) {
         add<T>(*reinterpret_cast<const int4*>(sum + (row * vectors + vector) * 16), sums);

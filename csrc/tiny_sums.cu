@@ -10,7 +10,6 @@ namespace {
 constexpr int threads = norm_threads;
 
 // The block's vectors of this rank's part, which the matmul has written.
-template <typename T>
 __device__ void give_part(const Areas& areas, uint32_t epoch, const int4* part, int64_t first, int64_t end,
                           int64_t step) {
   follow_matmul();
@@ -33,7 +32,7 @@ __global__ void __launch_bounds__(threads)
   uint32_t epoch = areas.begin();
   int64_t first = blockIdx.x * static_cast<int64_t>(threads) + threadIdx.x;
   int64_t step = static_cast<int64_t>(gridDim.x) * threads;
-  if (!pushed) give_part<T>(areas, epoch, part, first, vectors, step);
+  if (!pushed) give_part(areas, epoch, part, first, vectors, step);
   for (int64_t i = first; i < vectors; i += step) {
     float sums[width<T>] = {};
     add_all(areas, epoch, i, bias ? bias + i * width<T> % n : nullptr, sums);
@@ -44,17 +43,17 @@ __global__ void __launch_bounds__(threads)
   areas.end(epoch);
 }
 
-// The residual is older than the matmul, and need not be waited for.
-template <typename T>
+// The residual is older than the matmul, and need not be waited for. `Vectors` of a row are each thread's, at most.
+template <typename T, int Vectors>
 __global__ void __launch_bounds__(threads)
     tiny_sum_norm(Areas areas, AddNorm norm, const int4* part, const T* bias, int64_t rows, int64_t n, bool pushed) {
   uint32_t epoch = areas.begin();
   const int64_t vectors = n / width<T>;
   for (int64_t row = blockIdx.x; row < rows && !pushed; row += gridDim.x) {
-    give_part<T>(areas, epoch, part, row * vectors + threadIdx.x, (row + 1) * vectors, threads);
+    give_part(areas, epoch, part, row * vectors + threadIdx.x, (row + 1) * vectors, threads);
   }
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    add_and_normalize_row<T>(
+    add_and_normalize_row<T, Vectors>(
         norm, row, n, [] {},
         [&](int vector, float* sums) {
           add_all(areas, epoch, row * vectors + vector, bias ? bias + vector * width<T> : nullptr, sums);
@@ -79,8 +78,9 @@ void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
     using T = decltype(zero);
     auto bias = static_cast<const T*>(s.bias);
     if (s.norm) {
-      launch_after_matmul(group, tiny_sum_norm<T>, s.rows, threads, stream, areas, *s.norm, part, bias, s.rows, s.n,
-                          s.pushed);
+      bool is_short = s.n / width<T> <= threads;  // fewer registers, which other kernels hold meanwhile
+      auto kernel = is_short ? tiny_sum_norm<T, 1> : tiny_sum_norm<T, most_vectors>;
+      launch_after_matmul(group, kernel, s.rows, threads, stream, areas, *s.norm, part, bias, s.rows, s.n, s.pushed);
     } else {
       launch_after_matmul(group, tiny_sum<T>, (vectors + threads - 1) / threads, threads, stream, areas,
                           static_cast<int4*>(s.y), part, bias, vectors, s.n, s.pushed);

@@ -111,7 +111,7 @@ def test_a_rank_without_nccl(workers, step, unlucky):
 def check_calls_that_differ(ctx):
     first = ctx.rank // 2 * 2
     with pytest.raises(ValueError, match=f"rank {first}: op, {first} rows.*; rank {first + 1}: op, {first + 1} rows"):
-        communicator.check_agreement(resolve_group(ctx.group(2)), "op", (ctx.rank, 3, 4), torch.float32)
+        communicator.check_agreement(resolve_group(ctx.group(2)), "op", (ctx.rank, 3, 4), torch.float32, "p2p")
 
 
 def test_calls_that_differ_are_told_by_global_ranks(workers):
