@@ -449,6 +449,10 @@ def test_the_kernel_for_one_token(half, seed, monkeypatch, with_padding):
         found = steps(None, fixed)
         assert used and found.dtype == dtype
         torch.testing.assert_close(found, plain, atol=tolerance, rtol=tolerance)
+    used.clear()
+    monkeypatch.setattr(cache_module, "MOST_HEADS", 3)  # of four: torch's attention
+    torch.testing.assert_close(steps(None, True), plain, atol=tolerance, rtol=tolerance)
+    assert not used
     if padding is None:
         state = {name: value.double() for name, value in model.named_parameters()}
         exact = reference.transformer(ids, unpacked(model, state), config)[:, prompt:]

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from tpfused.explanation import PLAIN, tell
-from tpfused.kernels.decode import MOST_HEAD_DIM, decode_attention
+from tpfused.kernels.decode import MOST_HEAD_DIM, MOST_HEADS, decode_attention
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.sdpa import scaled_dot_product_attention
 from tpfused.parameter import check_size
@@ -85,8 +85,11 @@ class LayerCache:
         return scaled_dot_product_attention(q, k, v, step.mask, step.causal, 0.0, no_empty_rows=True)
 
     def _decodes(self, q: Tensor, backend: str | None) -> bool:
-        """Whether the kernel for one token runs: in 16 bits, in which its matmuls have tensor cores."""
+        """Whether the kernel for one token runs: in 16 bits, as tensor cores multiply, and for few heads."""
         if q.shape[2] != 1 or torch.compiler.is_compiling():
+            return False
+        if self.keys.shape[:2].numel() > MOST_HEADS:
+            tell("attention to a cache", q, PLAIN, f"faster for more than {MOST_HEADS} sequences x key-value heads")
             return False
         fits = q.shape[3] <= MOST_HEAD_DIM and q.dtype.itemsize == 2 and q.dtype == self.keys.dtype
         if not fits:
