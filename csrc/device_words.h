@@ -23,6 +23,13 @@ __device__ inline void wait_until(const uint32_t* word, uint32_t value, const Re
   }
 }
 
+// The same for a count that must be met exactly.
+__device__ inline void wait_until_equal(const uint32_t* word, uint32_t value, const Replays* replays) {
+  for (int tries = 1; load_acquire(word) != value; ++tries) {
+    if (tries % 1024 == 0 && replays->given_up) return;
+  }
+}
+
 // By one thread. Others may do it at the same time: whoever has told a count looks whether it still is the latest.
 __device__ inline void tick(Tally tally) {
   uint32_t latest = atomicAdd(tally.count, 1) + 1, told;

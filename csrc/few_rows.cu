@@ -115,11 +115,11 @@ void launch(const Areas& areas, const FewRows& product, cudaStream_t stream) {
 
 }  // namespace
 
-bool is_few_rows(const Group& group, const FewRows& product) {
+bool is_few_rows(const FewRows& product) {
   bool together = product.n % vector == 0 && product.k % vector == 0 && product.leading % vector == 0;
   bool fits = product.m <= most_rows && product.m * product.k * 2 <= most_x_bytes;
   return fits && size_of(product.type) == 2 && together && is_aligned(product.x) && is_aligned(product.w) &&
-         is_tiny_sum(group, product.m, product.n, product.type);
+         is_tiny_sum(product.m, product.n, product.type);
 }
 
 void multiply_and_push(Group& group, const FewRows& product, cudaStream_t stream) {

@@ -15,9 +15,10 @@ struct FewRows {
   int64_t leading;  // entries from one row of w to the next
 };
 
-// Whether `multiply_and_push` takes it: 16-bit numbers, 16 bytes of which lie together everywhere. Another rank may
+// Whether `multiply_and_push` takes it: up to two rows and 47 KiB of x, 16-bit numbers, 16 bytes of which lie together
+// everywhere. Another rank may
 // differ in that, and push what it has multiplied otherwise.
-bool is_few_rows(const Group& group, const FewRows& product);
+bool is_few_rows(const FewRows& product);
 void multiply_and_push(Group& group, const FewRows& product, cudaStream_t stream);
 
 }  // namespace tpfused

@@ -171,7 +171,7 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
   char* part = workspace.take(o.m * o.n * size_of(o.type));
   FewRows few{o.m, o.n, o.k, o.type, o.x, o.w.data, o.w.leading};
   // Other tiers' matmuls give other bits.
-  bool pushed = o.w.transposed && !group.deterministic && is_few_rows(group, few);
+  bool pushed = o.w.transposed && !group.deterministic && is_few_rows(few);
   if (pushed) {
     multiply_and_push(group, few, stream);
   } else {
@@ -184,10 +184,13 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (tier == Tier::p2p && o.wants_dw == Dw::none && is_small_sum(group, o.m, o.n, o.type, o.norm)) {
-    return small(group, o, workspace, stream);
-  }
+  // Whether a rank wants the norm as well, its peers need not: what is exchanged is the same.
+  bool fits = o.norm ? is_tiny_sum(o.m, o.n, o.type) : is_small_sum(group, o.m, o.n, o.type);
+  if (tier == Tier::p2p && o.wants_dw == Dw::none && fits) return small(group, o, workspace, stream);
   if (o.norm) {
+    if (o.n * size_of(o.type) % 16 || o.n * size_of(o.type) > most_normalized) {
+      throw std::runtime_error("rows of an AddNorm have up to 32 KiB, in multiples of 16 bytes");
+    }
     MatmulAllReduce sum = o;
     sum.norm = nullptr;
     sum.y = workspace.take(o.m * o.n * size_of(o.type));

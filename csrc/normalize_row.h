@@ -9,6 +9,7 @@ namespace tpfused {
 
 constexpr int norm_threads = 512;
 constexpr int most_vectors = 4;  // of a row, for each thread
+static_assert(norm_threads * most_vectors * 16 == most_normalized);
 
 // Of all threads of the block.
 __device__ inline float block_sum(float x) {
@@ -23,9 +24,9 @@ __device__ inline float block_sum(float x) {
 }
 
 // One row of an `AddNorm`, of at most `Vectors` for each thread: `add_part(vector, sums)` adds a vector of what comes
-// to the residual. `then` is called once what does not depend on that is on its way.
-template <typename T, int Vectors, typename Then, typename AddPart>
-__device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t n, Then then, AddPart add_part) {
+// to the residual; what does not depend on that is on its way before.
+template <typename T, int Vectors, typename AddPart>
+__device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t n, AddPart add_part) {
   const int vectors = static_cast<int>(n / width<T>);
   auto at = [&](const void* from, int64_t vector) { return static_cast<const int4*>(from)[vector]; };
   int4 residual[Vectors], weight[Vectors], bias[Vectors];
@@ -39,7 +40,6 @@ __device__ void add_and_normalize_row(const AddNorm& norm, int64_t row, int64_t 
     weight[i] = at(norm.weight, vector);
     if (norm.bias) bias[i] = at(norm.bias, vector);
   }
-  then();
 
   float mean = 0, square = 0;
 #pragma unroll

@@ -39,7 +39,9 @@ struct Areas {
     if (peer < size && peer != rank) {
       __threadfence_system();
       store_release(flag(peer, epoch % 2, phase, rank), epoch);
-      wait_until(flag(rank, epoch % 2, phase, peer), epoch, replays);
+      // Its peer cannot be ahead. Whatever a flag holds that has not been written for long is not taken for this
+      // number.
+      wait_until_equal(flag(rank, epoch % 2, phase, peer), epoch, replays);
     }
     __syncthreads();
   }

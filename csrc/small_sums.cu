@@ -88,43 +88,13 @@ __global__ void __launch_bounds__(threads)
   areas.end(epoch);
 }
 
-// One-shot, and what follows the sum: a block has whole rows.
-template <typename T>
-__global__ void __launch_bounds__(threads)
-    one_shot_norm(Areas areas, AddNorm norm, const char* part, const T* bias, int64_t rows, int64_t n) {
-  uint32_t epoch = areas.begin(), turn = epoch % 2;
-  follow_matmul();
-  const int64_t vectors = n / width<T>;
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    for (int64_t i = row * vectors + threadIdx.x; i < (row + 1) * vectors; i += threads) {
-      int4 value = *reinterpret_cast<const int4*>(part + i * 16);
-      for (int ahead = 1; ahead < areas.size; ++ahead) {
-        int peer = (areas.rank + ahead) % areas.size;
-        write(areas.numbers(peer, turn, 0, areas.rank) + i * 16, value);
-      }
-    }
-  }
-  for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    auto meet = [&] {
-      if (row == blockIdx.x) areas.meet(epoch, 0);
-    };
-    add_and_normalize_row<T, most_vectors>(norm, row, n, meet, [&](int vector, float* sums) {
-      int64_t at = (row * vectors + vector) * 16;
-      add_all(areas, turn, part + at, at, bias ? bias + vector * width<T> : nullptr, sums);
-    });
-  }
-  areas.end(epoch);
-}
-
-// The same of a sum that is there.
+// An `AddNorm` of a sum that is there, a row a block.
 template <typename T>
 __global__ void __launch_bounds__(threads) add_norm(AddNorm norm, const char* sum, int64_t n) {
   const int64_t row = blockIdx.x, vectors = n / width<T>;
-  add_and_normalize_row<T, most_vectors>(
-      norm, row, n, [] {},
-      [&](int vector, float* sums) {
-        add<T>(*reinterpret_cast<const int4*>(sum + (row * vectors + vector) * 16), sums);
-      });
+  add_and_normalize_row<T, most_vectors>(norm, row, n, [&](int vector, float* sums) {
+    add<T>(*reinterpret_cast<const int4*>(sum + (row * vectors + vector) * 16), sums);
+  });
 }
 
 int64_t vectors_of(int64_t rows, int64_t n, Type type) { return rows * n * static_cast<int64_t>(size_of(type)) / 16; }
@@ -154,21 +124,19 @@ Areas areas_of(Group& group, int64_t rows, int64_t n, Type type) {
   return areas;
 }
 
-bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm) {
+bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type) {
   int64_t vectors = vectors_of(rows, n, type);
-  bool once = by_one_shot(group, vectors);
-  int64_t room = static_cast<int64_t>(group.peers->small_bytes()) / (once ? 1 : 2);
+  int64_t room = static_cast<int64_t>(group.peers->small_bytes()) / (by_one_shot(group, vectors) ? 1 : 2);
   bool fits = stride_of(group, vectors) * group.size <= room;
-  return n * size_of(type) % 16 == 0 && vectors > 0 && fits && (once || !with_norm);
+  return n * size_of(type) % 16 == 0 && vectors > 0 && fits;
 }
 
 void small_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
-  if (is_tiny_sum(group, s.rows, s.n, s.type)) return tiny_all_reduce(group, s, stream);
+  if (is_tiny_sum(s.rows, s.n, s.type)) return tiny_all_reduce(group, s, stream);
   int64_t vectors = vectors_of(s.rows, s.n, s.type);
   bool once = by_one_shot(group, vectors);
   int64_t each = once ? vectors : stride_of(group, vectors) / 16;
-  int64_t wanted = s.norm ? s.rows : (each + threads - 1) / threads;
-  int64_t blocks = std::clamp<int64_t>(wanted, 1, PeerMemory::small_blocks);
+  int64_t blocks = std::clamp<int64_t>((each + threads - 1) / threads, 1, PeerMemory::small_blocks);
   Areas areas = areas_of(group, s.rows, s.n, s.type);
   auto part = static_cast<const char*>(s.part);
   auto y = static_cast<char*>(s.y);
@@ -176,12 +144,8 @@ void small_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
   by_type(s.type, [&](auto zero) {
     using T = decltype(zero);
     auto bias = static_cast<const T*>(s.bias);
-    if (s.norm) {
-      launch_after_matmul(group, one_shot_norm<T>, blocks, threads, stream, areas, *s.norm, part, bias, s.rows, s.n);
-    } else {
-      auto kernel = once ? one_shot<T> : two_shot<T>;
-      launch_after_matmul(group, kernel, blocks, threads, stream, areas, y, part, bias, vectors, s.n);
-    }
+    launch_after_matmul(group, once ? one_shot<T> : two_shot<T>, blocks, threads, stream, areas, y, part, bias, vectors,
+                        s.n);
   });
   group.end_small_sum(stream);
 }

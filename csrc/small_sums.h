@@ -15,6 +15,8 @@ namespace tpfused {
 // overwritten that a peer still reads: who has seen a peer's flags of one sum knows that the peer has finished the one
 // before. The smallest sums, in tiny_sums.h, do without flags.
 
+constexpr int64_t most_normalized = 32 << 10;  // bytes of a row
+
 // What may follow a sum in a block of a transformer: sum = residual + it, and y = that normalised over its n entries,
 // (sum - mean) / sqrt(variance + eps) * weight + bias; the mean counts as 0 unless `centered`. [rows, n], weight and
 // bias [n], bias null if there is none. Contiguous, aligned to 16 bytes, of rows of at most 32 KiB that are multiples
@@ -37,12 +39,12 @@ struct SmallSum {
   const void* part;
   const void* bias;
   void* y;              // not with `norm`
-  const AddNorm* norm;  // or null: one-shot only
+  const AddNorm* norm;  // or null: a tiny sum only
   bool pushed;          // a tiny sum: the kernel before gives the part to all ranks, this one too
 };
 
 // Whether `small_all_reduce` takes it.
-bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type, bool with_norm);
+bool is_small_sum(const Group& group, int64_t rows, int64_t n, Type type);
 void small_all_reduce(Group& group, const SmallSum& sum, cudaStream_t stream);
 
 // What follows a sum [rows, n] that is there.

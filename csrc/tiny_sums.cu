@@ -1,5 +1,3 @@
-#include <algorithm>
-
 #include "normalize_row.h"
 #include "tiny_sums.h"
 #include "tiny_words.h"
@@ -53,11 +51,9 @@ __global__ void __launch_bounds__(threads)
     give_part(areas, epoch, part, row * vectors + threadIdx.x, (row + 1) * vectors, threads);
   }
   for (int64_t row = blockIdx.x; row < rows; row += gridDim.x) {
-    add_and_normalize_row<T, Vectors>(
-        norm, row, n, [] {},
-        [&](int vector, float* sums) {
-          add_all(areas, epoch, row * vectors + vector, bias ? bias + vector * width<T> : nullptr, sums);
-        });
+    add_and_normalize_row<T, Vectors>(norm, row, n, [&](int vector, float* sums) {
+      add_all(areas, epoch, row * vectors + vector, bias ? bias + vector * width<T> : nullptr, sums);
+    });
   }
   if (pushed) follow_matmul();
   areas.end(epoch);
@@ -65,7 +61,7 @@ __global__ void __launch_bounds__(threads)
 
 }  // namespace
 
-bool is_tiny_sum(const Group& group, int64_t rows, int64_t n, Type type) {
+bool is_tiny_sum(int64_t rows, int64_t n, Type type) {
   return 2 * rows * n * size_of(type) <= PeerMemory::tiny_bytes && n * size_of(type) % 16 == 0;
 }
 
@@ -73,7 +69,7 @@ void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
   Areas areas = areas_of(group, s.rows, s.n, s.type);
   int64_t vectors = s.rows * s.n * static_cast<int64_t>(size_of(s.type)) / 16;
   auto part = static_cast<const int4*>(s.part);
-  group.begin_small_sum(stream);
+  if (!s.pushed) group.begin_small_sum(stream);  // else the matmul's kernel has
   by_type(s.type, [&](auto zero) {
     using T = decltype(zero);
     auto bias = static_cast<const T*>(s.bias);

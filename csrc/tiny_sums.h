@@ -10,7 +10,7 @@ namespace tpfused {
 //
 // What follows the matmul of a decoding step. Areas are used in turn, as by other small sums, and by nothing else: a
 // number is never met by chance.
-bool is_tiny_sum(const Group& group, int64_t rows, int64_t n, Type type);
+bool is_tiny_sum(int64_t rows, int64_t n, Type type);
 void tiny_all_reduce(Group& group, const SmallSum& sum, cudaStream_t stream);
 
 }  // namespace tpfused

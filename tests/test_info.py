@@ -211,9 +211,18 @@ def test_choices(choices, monkeypatch, capsys):
     monkeypatch.setenv("TPFUSED_TIER", "nccl")
     assert main(["info", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert found["choices"]["measured"] == {"2 x GPU": 2, "4 x GPU": 1}
+    times = {"p2p": 1.0, "reference": 2.0}
+    assert found["choices"]["measured"] == {"2 x GPU": {"a": times, "b": times}, "4 x GPU": {"a": times}}
     assert found["choices"]["forced_tier"] == "nccl"
     assert "  2 on 2 x GPU\n  1 on 4 x GPU\n  forced tier: nccl (TPFUSED_TIER)\n\n" in info.render(found)
+
+
+def test_every_choice(choices, capsys):
+    assert main(["info", "--choices"]) == 0
+    assert capsys.readouterr().out == f"none are kept in {choices}\n"
+    saved.save("2 x GPU", "op bfloat16 1 2 3", {"p2p": 1234.5, "nccl": 1.0})
+    assert main(["info", "--choices"]) == 0
+    assert capsys.readouterr().out == "2 x GPU\n  op bfloat16 1 2 3: nccl 1.0 us, p2p 1,234.5 us\n"
 
 
 def test_clear_choices(choices, monkeypatch, capsys):

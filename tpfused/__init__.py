@@ -8,8 +8,10 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tpfused.checkpoint import full_state_dict as full_state_dict
     from tpfused.checkpoint import load_full_state_dict as load_full_state_dict
+    from tpfused.compat.megatron.softmax import FusedScaleMaskSoftmax as FusedScaleMaskSoftmax
     from tpfused.explanation import explain as explain
     from tpfused.grad_norm import clip_grad_norm_ as clip_grad_norm_
+    from tpfused.kernels.softmax import scale_mask_softmax as scale_mask_softmax
     from tpfused.layers.attention import ParallelAttention as ParallelAttention
     from tpfused.layers.cache import KVCache as KVCache
     from tpfused.layers.embedding import VocabParallelEmbedding as VocabParallelEmbedding
@@ -37,6 +39,7 @@ if TYPE_CHECKING:
 # Name -> the module that defines it. (The imports above say the same to type checkers, which run no code.)
 _HOME = {
     "ColumnParallelLinear": "tpfused.layers.linear",
+    "FusedScaleMaskSoftmax": "tpfused.compat.megatron.softmax",
     "KVCache": "tpfused.layers.cache",
     "ParallelAttention": "tpfused.layers.attention",
     "ParallelGatedMLP": "tpfused.layers.mlp",
@@ -60,6 +63,7 @@ _HOME = {
     "parallelize": "tpfused.parallel.parallelize",
     "rank_rng": "tpfused.random",
     "save_sharded": "tpfused.sharded",
+    "scale_mask_softmax": "tpfused.kernels.softmax",
     "set_timeout": "tpfused.overlap.communicator",
     "tier": "tpfused.overlap.tiers",
     "vocab_parallel_cross_entropy": "tpfused.layers.loss",

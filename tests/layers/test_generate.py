@@ -6,15 +6,12 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from tests.compare import Block, assert_close, assert_within_rule, collectives_made, packed, refuses, twins, unpacked
-from tests.overlap.test_operations import forced
+from tests.compare import Block, assert_close, assert_within_rule, collectives_made, packed, refuses, twins
 from tpfused import ParallelTransformer, TransformerConfig, reference
 from tpfused.collectives import all_gather
 from tpfused.generation import sample, vocab_parallel_argmax
 from tpfused.group import TPGroup, resolve_group
-from tpfused.layers import cache as cache_module
 from tpfused.layers.cache import KVCache
-from tpfused.overlap import calls
 
 SIZES = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "max_positions": 16, "head_dim": 2}
 GPT = TransformerConfig.gpt(ffn_size=12, **SIZES)
@@ -95,26 +92,6 @@ def check_float32(ctx, tp, seed):
         assert_within_rule(out, expected, eager, lambda value: block.own(value, -1), str(config), chain=True)
         out = in_parts(model, KVCache(model, 2, TOKENS, dtype=torch.bfloat16), ids, [4, 3, 1, 1])
         torch.testing.assert_close(out.double(), block.own(expected, -1), atol=0.05, rtol=0.05)
-
-
-@torch.no_grad()
-def check_joined_sums(ctx, tp, seed):
-    """A single token's residuals and norms go into its all-reduces, unless somebody listens to a norm."""
-    block = Block(ctx, tp, "group", seed)
-    for config in (GPT, LLAMA, replace(GPT, sequence_parallel=True), replace(LLAMA, sequence_dim=1)):
-        config = replace(config, hidden_size=32, head_dim=8, ffn_size=64)
-        model, whole = make(block, config, torch.float32)
-        ids, heard = draw_ids(block, config, TOKENS), []
-        exact = {key: value.double() for key, value in whole.items()}
-        expected, eager = (reference.transformer(ids, state, config) for state in (exact, whole))
-        call = calls.matmul_all_reduce_norm
-        for joined in (True, False):
-            with forced(ctx, tp, "p2p"), patch.object(calls, "matmul_all_reduce_norm", side_effect=call) as fused:
-                out = in_parts(model, KVCache(model, 2, TOKENS), ids, [4, 3, 1, 1])
-            assert fused.call_count == (2 * 2 * config.num_layers if joined and tp > 1 else 0)
-            assert_within_rule(out, expected, eager, lambda value: block.own(value, -1), str(config), chain=True)
-            model.blocks[1].mlp_norm.register_forward_hook(lambda *args, heard=heard: heard.append(args))
-        assert len(heard) == 4
 
 
 @torch.no_grad()
@@ -336,10 +313,6 @@ def test_float32_obeys_the_tolerance(workers, tp, seed):
     workers.run(check_float32, tp, seed)
 
 
-def test_sums_joined_with_norms(workers, tp, seed):
-    workers.run(check_joined_sums, tp, seed)
-
-
 @pytest.mark.parametrize("name", ["gpt", "llama", "gpt-sequence-parallel", "llama-one-kv-head"])
 def test_prompts_of_different_lengths(workers, tp, seed, name):
     workers.run(check_padding, tp, seed, name)
@@ -392,68 +365,3 @@ def test_draws_follow_the_probabilities(seed):
         expected = torch.tensor(weights) / sum(weights)
         assert ((counts / len(logits)) - expected).abs().max() < 0.02  # six standard deviations and more
         assert (counts[expected == 0] == 0).all()
-
-
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def half(request):
-    """A device, and a dtype of 16 bits that kernels take there: the interpreter, on the CPU, knows no bfloat16."""
-    on_gpu = request.param == "cuda"
-    if on_gpu != torch.cuda.is_available():
-        pytest.skip("no GPU" if on_gpu else "the interpreter is for machines without a GPU")
-    return torch.device(request.param), torch.bfloat16 if on_gpu else torch.float16
-
-
-@pytest.mark.parametrize("with_padding", [False, True])
-@torch.no_grad()
-def test_the_kernel_for_one_token(half, seed, monkeypatch, with_padding):
-    """What a GPU decodes by, eagerly and in a graph, against the dense model in float64 and attention of torch's."""
-    device, dtype = half
-    tolerance = 20 * torch.finfo(dtype).eps
-    torch.manual_seed(seed)
-    config = replace(LLAMA, hidden_size=32, head_dim=16, ffn_size=64, max_positions=96)
-    model = ParallelTransformer(config, group=TPGroup(None, 0, 1), device=device, dtype=dtype).eval()
-    for block in model.blocks:
-        for param in block.attention.parameters():
-            param.mul_(3)  # as drawn, what attention does to the logits is hardly more than rounding
-    ids, prompt = torch.randint(13, (2, 90), device=device), 80  # more than the kernel reads at a time
-    padding = torch.tensor([0, 3], device=device) if with_padding else None
-
-    def steps(backend, fixed):
-        """The logits of the tokens behind the prompt, each of a step of its own."""
-        cache = KVCache(model, 2, 96, padding=padding)
-        for block in model.blocks:
-            block.attention.out.backend = backend
-        model(ids[:, :prompt], cache=cache)
-        cache.fixed, graph, logits = fixed, None, []
-        token = ids[:, :1].clone()
-        for index in range(prompt, ids.shape[1]):
-            token.copy_(ids[:, index : index + 1])
-            if fixed and device.type == "cuda" and index == prompt + 2:
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    out = model(token, cache=cache)
-            if graph is None:
-                out = model(token, cache=cache)
-            else:
-                graph.replay()
-                cache.length += 1
-            logits.append(out.clone())
-        return torch.cat(logits, dim=1)
-
-    plain = steps("reference", False)
-    used, kernel = [], cache_module.decode_attention
-    monkeypatch.setattr(cache_module, "decode_attention", lambda *args: used.append(1) or kernel(*args))
-    if device.type == "cpu":
-        monkeypatch.setattr(cache_module, "runs_kernels", lambda x, backend, what: backend is None)
-    for fixed in (False, True):
-        found = steps(None, fixed)
-        assert used and found.dtype == dtype
-        torch.testing.assert_close(found, plain, atol=tolerance, rtol=tolerance)
-    used.clear()
-    monkeypatch.setattr(cache_module, "MOST_HEADS", 3)  # of four: torch's attention
-    torch.testing.assert_close(steps(None, True), plain, atol=tolerance, rtol=tolerance)
-    assert not used
-    if padding is None:
-        state = {name: value.double() for name, value in model.named_parameters()}
-        exact = reference.transformer(ids, unpacked(model, state), config)[:, prompt:]
-        torch.testing.assert_close(found.double(), exact, atol=tolerance, rtol=tolerance)

@@ -121,6 +121,11 @@ def check_refusals(ctx, tp):
         data.whole["residual"] = residual
         with refuses(ValueError, "residual", told, (2, 3, 16)):
             data.run("rmsnorm")
+    data.whole["residual"], right = right, data.whole["scale"]
+    for scale, told in ((right[:8], (8,)), (right[:1], (1,)), (right.to("meta"), "meta")):
+        data.whole["scale"] = scale
+        with refuses(ValueError, "norm's weight", told, (16,)):
+            data.run("rmsnorm")
 
 
 def check_replays(ctx, steps, seed):

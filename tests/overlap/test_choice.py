@@ -157,8 +157,10 @@ def check_failures(ctx, folder):
         attempts = Attempts(*3 * [RuntimeError("nothing works")])
         assert tier_of(ctx, attempts, operation="four") == "reference" and len(attempts.ran) == 3
         assert tier_of(ctx, Attempts(), operation="five") == "p2p"
-        with pytest.raises(ValueError, match="different sizes: op bfloat16 1024 64 9, op bfloat16 1024 64 1, "):
+        with pytest.raises(ValueError, match="different sizes: op bfloat16 1000 64 9, op bfloat16 1000 64 1, "):
             tier_of(ctx, Attempts(), (1000, 64, ctx.rank or 9))
+        with pytest.raises(ValueError, match="different sizes: op bfloat16 1010 32 9, op bfloat16 1011 32 9, "):
+            tier_of(ctx, Attempts(), (1010 + ctx.rank, 32, 9))  # of one size, rounded
 
 
 def test_what_fails_on_one_rank_is_used_on_none(workers, tmp_path):

@@ -25,12 +25,16 @@ KERNELS = "embedding, rotary positions, attention to a cache, gated activation, 
 def add_arguments(parser) -> None:
     what = parser.add_mutually_exclusive_group()
     what.add_argument("--json", action="store_true", help="print one JSON object instead of text")
+    what.add_argument("--choices", action="store_true", help="print every measured choice of overlapped operations")
     what.add_argument("--clear-choices", action="store_true", help="delete what was measured of overlapped operations")
 
 
 def run(args) -> int:
     if args.clear_choices:
         return _clear_choices()
+    if args.choices:
+        print("\n".join(_choices(saved.load())) or f"none are kept in {saved.path()}")
+        return 0
     info = collect()
     print(json.dumps(info, indent=2) if args.json else render(info))
     return 0
@@ -57,7 +61,7 @@ def collect() -> dict:
         "extension": built,
         "choices": {
             "kept_in": str(saved.path()),
-            "measured": {place: len(cases) for place, cases in saved.load().items()},
+            "measured": saved.load(),
             "forced_tier": os.environ.get("TPFUSED_TIER") or None,
         },
         "uses": _uses(torch, gpus, built),
@@ -83,12 +87,23 @@ def render(info: dict) -> str:
     lines += [f"  {key.replace('_', ' ')}: {_plain(value)}" for key, value in info["extension"].items()]
     choices = info["choices"]
     lines += ["", "Measured choices of overlapped operations", f"  kept in: {choices['kept_in']}"]
-    lines += [f"  {count} on {place}" for place, count in choices["measured"].items()] or ["  none yet"]
+    lines += [f"  {len(cases)} on {place}" for place, cases in choices["measured"].items()] or ["  none yet"]
     if choices["forced_tier"]:
         lines.append(f"  forced tier: {choices['forced_tier']} (TPFUSED_TIER)")
     lines += ["", "Will be used"]
     lines += [f"  {key}: {value}" for key, value in info["uses"].items()]
     return "\n".join(lines)
+
+
+def _choices(measured: dict[str, dict[str, saved.Times]]) -> list[str]:
+    """Operation, dtype, rows, features in and out of all ranks, and the microseconds of each way, the fastest first."""
+    lines = []
+    for place, cases in measured.items():
+        lines.append(place)
+        for case, us in sorted(cases.items()):
+            times = (f"{name} {us[name]:,.1f} us" for name in sorted(us, key=us.__getitem__))
+            lines.append(f"  {case}: {', '.join(times)}")
+    return lines
 
 
 def _clear_choices() -> int:

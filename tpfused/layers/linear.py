@@ -212,7 +212,8 @@ class RowParallelLinear(LinearParameters):
         init_method, sequence_dim, backend, accumulate_main_grad, group, mesh: as in `ColumnParallelLinear`.
 
     Shapes: input ``[..., in shard]`` (``[..., in]`` without `input_is_parallel`); output ``[..., out]``, its
-    `sequence_dim` this rank's part under sequence parallelism. Raises as `ColumnParallelLinear` does.
+    `sequence_dim` this rank's part under sequence parallelism. Raises as `ColumnParallelLinear` does, and a
+    ValueError for `then` where it can't be.
     """
 
     def __init__(
@@ -292,13 +293,13 @@ class RowParallelLinear(LinearParameters):
         if self.sequence_parallel or self.skip_bias_add:
             raise ValueError("RowParallelLinear: `then` is for sequence_parallel=False and skip_bias_add=False")
         if self.backend == "reference" or not self.input_is_parallel or torch.is_grad_enabled():
-            residual = residual + self(x)
-            return residual, norm(residual)
-        weight = self.local("weight")
+            total = residual + self.forward(x)
+            return total, norm(total)
+        weight, bias = self.local("weight"), self.replicated("bias", sharded_tokens=False)
         checks.check_input(x, weight.shape[1], weight, "RowParallelLinear")
-        bias = self.replicated("bias", sharded_tokens=False)
+        operands = norm.operands()
         return matmul_all_reduce_norm(
-            x, weight, bias, residual, norm.operands(), in_features=self.in_features, group=self.group
+            x, weight, bias, residual, operands, in_features=self.in_features, group=self.group
         )
 
     def extra_repr(self) -> str:

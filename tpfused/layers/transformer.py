@@ -47,6 +47,7 @@ class TransformerConfig:
             (Glorot and Bengio, 2010). Embeddings and positions are normal(0, 1).
         accumulate_main_grad: of every projection and the embedding, as in `ColumnParallelLinear`.
         checkpoint_activations: recompute each block in backward instead of keeping its activations.
+        backend: of every layer and the loss, as in `ColumnParallelLinear`: "reference" forces the plain path.
     """
 
     vocab_size: int
@@ -73,6 +74,7 @@ class TransformerConfig:
     init: str = "default"
     accumulate_main_grad: bool = False
     checkpoint_activations: bool = False
+    backend: str | None = None
 
     @classmethod
     def gpt(cls, **fields: Any) -> TransformerConfig:
@@ -97,6 +99,7 @@ class TransformerConfig:
         _check_choice("norm", self.norm, KINDS)
         _check_choice("init", self.init, ("default", "xavier"))
         _check_choice("sequence_dim", self.sequence_dim, (0, 1))
+        checks.check_backend(self.backend)
         check_eps(self.norm_eps, "norm_eps")
         for name in ("dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
@@ -148,7 +151,7 @@ class ParallelTransformerBlock(nn.Module):
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
         place["sequence_parallel"] = config.sequence_parallel
         parallel = {**place, "sequence_dim": config.sequence_dim, "init_method": _init_method(config)}
-        parallel["accumulate_main_grad"] = config.accumulate_main_grad
+        parallel |= {"accumulate_main_grad": config.accumulate_main_grad, "backend": config.backend}
         self.attention_norm = Norm(config.norm, config.hidden_size, config.norm_eps, **place)
         self.attention = ParallelAttention(
             config.hidden_size,
@@ -180,7 +183,9 @@ class ParallelTransformerBlock(nn.Module):
         `normed`, `following`: for a decoding step, ``attention_norm(x)`` and the norm that comes after this block: ->
         its result, and that normalised, for each of the block's two sums goes with a norm into an all-reduce.
         """
-        if following is not None:
+        if normed is not None or following is not None:
+            if normed is None or following is None or mask is not None or total_len is not None:
+                raise ValueError("ParallelTransformerBlock: normed and following go together, without mask, total_len")
             x, normed = self.attention(normed, cache=cache, then=(x, self.mlp_norm))
             return self.mlp(normed, then=(x, following))
         attended = self.attention(self.attention_norm(x), mask, total_len=total_len, cache=cache)
@@ -217,7 +222,7 @@ class ParallelTransformer(nn.Module):
         self.sequence_parallel = config.sequence_parallel
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
         parallel = {**place, "sequence_parallel": config.sequence_parallel, "sequence_dim": config.sequence_dim}
-        parallel["accumulate_main_grad"] = config.accumulate_main_grad
+        parallel |= {"accumulate_main_grad": config.accumulate_main_grad, "backend": config.backend}
         shared = {**place, "sequence_parallel": config.sequence_parallel}
         self.embedding = VocabParallelEmbedding(config.vocab_size, config.hidden_size, **parallel)
         self.positions = None
@@ -281,15 +286,14 @@ class ParallelTransformer(nn.Module):
 
     def _is_as_built(self) -> bool:
         """Whether what a decoding step joins may be joined."""
-        row = "down" if self.config.gated else "fc2"
-        mlp = ParallelGatedMLP if self.config.gated else ParallelMLP
+        mlp, row = (ParallelGatedMLP, "down") if self.config.gated else (ParallelMLP, "fc2")
         return _is_untouched(self.norm, Norm) and all(
-            type(block) is ParallelTransformerBlock
+            _is_untouched(block, ParallelTransformerBlock)
             and _is_untouched(block.attention_norm, Norm)
-            and _is_untouched(block.mlp_norm, Norm)
-            and type(block.attention) is ParallelAttention
+            and _is_untouched(block.attention, ParallelAttention)
             and _is_untouched(block.attention.out, RowParallelLinear)
-            and type(block.mlp) is mlp
+            and _is_untouched(block.mlp_norm, Norm)
+            and _is_untouched(block.mlp, mlp)
             and _is_untouched(getattr(block.mlp, row), RowParallelLinear)
             for block in self.blocks
         )
@@ -310,9 +314,8 @@ class ParallelTransformer(nn.Module):
             raise error(
                 f"labels must be int64 of the ids' shape {tuple(ids.shape)}, not {labels.dtype} {tuple(labels.shape)}"
             )
-        return vocab_parallel_cross_entropy(
-            self(ids, mask), labels, vocab_size=self.config.vocab_size, group=self.group, **options
-        )
+        options = {"vocab_size": self.config.vocab_size, "backend": self.config.backend} | options
+        return vocab_parallel_cross_entropy(self(ids, mask), labels, group=self.group, **options)
 
     def _logits(self, x: Tensor, total_len: int | None) -> Tensor:
         if self.head is not None:
@@ -327,13 +330,18 @@ class ParallelTransformer(nn.Module):
             out_features=self.config.vocab_size,
             sequence_dim=sequence_dim,
             total_len=total_len,
+            backend=self.config.backend,
             main_grad=main_grad,
         )
 
 
 def _is_untouched(module: nn.Module, kind: type) -> bool:
-    """Whether nobody has wrapped or replaced it, as FSDP and LoRA do, or is called before or after it."""
-    return type(module) is kind and not module._forward_hooks and not module._forward_pre_hooks
+    """Whether nobody has wrapped or replaced it, as FSDP and LoRA do, or is called before, after or instead of it."""
+    return (
+        type(module) is kind
+        and not (module._forward_hooks or module._forward_pre_hooks or module.training)
+        and "forward" not in vars(module)
+    )
 
 
 def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, training: bool) -> Tensor:

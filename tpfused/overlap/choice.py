@@ -107,8 +107,8 @@ def _look_closer(key: tuple, operation: str, group: TPGroup, x: Tensor, shape: S
         place, tier, why = _settled(operation, group, x, shape, capturing)
         us, is_measured = {}, tier is None
         if is_measured:
-            text = " ".join([operation, dtype, *("?" if n is None else str(n) for n in size)])
-            tier, why, us = _agreed(text, place, group, x.device, attempt)
+            case_text, call = (f"{operation} {dtype} {_text(sizes)}" for sizes in (size, shape))
+            tier, why, us = _agreed(case_text, call, place, group, x.device, attempt)
     chosen = None if tier == "reference" else (place.communicator, tier)
     if case in _listed or len(_listed) < MOST:
         _listed[case] = Choice(operation, *size, dtype, group.size, tier, why, us)
@@ -171,14 +171,15 @@ def _why_plain(group: TPGroup, x: Tensor, shape: Shape) -> str | None:
 
 
 def _agreed(
-    case: str, place: _Place, group: TPGroup, device: torch.device, attempt: Attempt
+    case: str, call: str, place: _Place, group: TPGroup, device: torch.device, attempt: Attempt
 ) -> tuple[str, str, saved.Times]:
-    """The fastest tier, why, and the times: those that are kept, or new ones."""
+    """The fastest tier, why, and the times: those that are kept, or new ones. `call` is the case with its rows as they
+    are, in which the ranks must agree as well."""
     is_first = group.rank == 0
     kept = saved.load().get(place.name, {}).get(case) if is_first else None
-    cases, (us, *_) = zip(*exchange((case, kept), group.process_group), strict=True)
-    if len(set(cases)) > 1:
-        raise ValueError(f"the ranks call an operation with different sizes: {', '.join(cases)}")
+    calls, (us, *_) = zip(*exchange((call, kept), group.process_group), strict=True)
+    if len(set(calls)) > 1:
+        raise ValueError(f"the ranks call an operation with different sizes: {', '.join(calls)}")
     if us and set(us) == {*place.tiers, "reference"}:
         return fastest(us), "measured before, kept on disk", us
     candidates = {tier: partial(attempt, (place.communicator, tier)) for tier in place.tiers}
@@ -187,6 +188,10 @@ def _agreed(
     if is_first and not failures:  # a failure may have been for want of memory, which another process has
         saved.save(place.name, case, us)
     return fastest(us), "; ".join(["measured", *(f"{tier} failed on {what}" for tier, what in failures.items())]), us
+
+
+def _text(shape: Shape) -> str:
+    return " ".join("?" if n is None else str(n) for n in shape)
 
 
 def _place_of(group: TPGroup, device: torch.device, capturing: bool) -> _Place:

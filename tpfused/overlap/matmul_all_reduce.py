@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from tpfused import checks, reference
 from tpfused.autograd import records_gradient
@@ -15,6 +16,7 @@ from tpfused.overlap import calls
 from tpfused.overlap.operators import Operation
 from tpfused.overlap.plain import act_gradient
 from tpfused.overlap.plans import Call, NormOperands, all_features, look_up, plan_of
+from tpfused.overlap.tiers import exact
 
 NAME = "matmul_all_reduce"
 MOST_TOKENS = 64  # that are normalised in the kernel of the sum; not tuned
@@ -80,35 +82,41 @@ def matmul_all_reduce_norm(
         The sum and the normalised sum, ``[..., n]`` both.
 
     Raises:
-        ValueError: a residual of another shape or device; and as `matmul_all_reduce`.
+        ValueError: a residual or a norm of another shape or device; and as `matmul_all_reduce`.
         TypeError: as `matmul_all_reduce`.
     """
     call = look_up(_prepare, group, mesh, x_shard_k, (weight,), (bias,), in_features)
-    shape = (*x_shard_k.shape[:-1], weight.shape[0])
-    if residual.shape != shape or residual.device != x_shard_k.device:
-        raise ValueError(
-            f"{NAME}_norm: the residual, {tuple(residual.shape)} on {residual.device}, must be {shape} on "
-            f"{x_shard_k.device}"
-        )
-    operands = x_shard_k, weight, bias, residual, norm.weight, norm.bias
-    if _fuses_norm(call, x_shard_k, weight.shape[0] * x_shard_k.element_size(), operands):
+    features = weight.shape[0]
+    _check_norm("residual", residual, (*x_shard_k.shape[:-1], features), x_shard_k)
+    _check_norm("norm's weight", norm.weight, (features,), x_shard_k)
+    if norm.bias is not None:
+        _check_norm("norm's bias", norm.bias, (features,), x_shard_k)
+    operands = [x for x in (x_shard_k, weight, bias, residual, norm.weight, norm.bias) if x is not None]
+    if _fuses_norm(call, features * x_shard_k.element_size(), operands):
         chosen = _OPERATION.choose(call.plan, call.dim, False, x_shard_k, (weight,), (bias,))
         if chosen is not None and chosen[1] == "p2p":
             return calls.matmul_all_reduce_norm(chosen, call.plan, x_shard_k, weight, bias, residual, norm)
-    total = residual + matmul_all_reduce(x_shard_k, weight, bias, in_features=in_features, group=group, mesh=mesh)
+    total = residual + _OPERATION(call, x_shard_k, (weight,), (bias,))[0]
     return total, reference.normalize(total, norm.kind, norm.weight, norm.bias, norm.eps)
 
 
-def _fuses_norm(call: Call, x: Tensor, row: int, operands: Sequence[Tensor | None]) -> bool:
+def _check_norm(what: str, given: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    if given.shape != shape or given.device != x.device:
+        raise ValueError(
+            f"{NAME}_norm: the {what}, {tuple(given.shape)} on {given.device}, must be {tuple(shape)} on {x.device}"
+        )
+
+
+def _fuses_norm(call: Call, row: int, operands: Sequence[Tensor]) -> bool:
     """Whether the tier that does it all may be asked: the same on every rank. `row`: the bytes of one of the sum's."""
-    operands = [each for each in operands if each is not None]
     return (
         call.direct
         and not call.autocasts
+        and not exact[-1]  # other tiers round more often
         and call.plan.total <= MOST_TOKENS
         and row % 16 == 0
         and row <= calls.MOST_NORMALIZED
-        and all(each.dtype == x.dtype for each in operands)
+        and all(type(each) in (Tensor, Parameter) and each.dtype == operands[0].dtype for each in operands)
         and not records_gradient(*operands)
     )
 
