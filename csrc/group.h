@@ -36,8 +36,8 @@ struct Rows {
   Rows by_rank() const { return {tokens, batch * each, 1, size}; }
 };
 
-// Memory that every rank of a group can write: flags, an area for small sums, then buffers ("slots") that operations
-// use in turn.
+// Memory that every rank of a group can write: flags, areas for tiny and for small sums, then buffers ("slots") that
+// operations use in turn.
 //
 // A slot's owner and its peers agree through two words a peer on each side. Use number u of a slot: whoever pushes into
 // it first waits until the owner has "emptied" it of use u - 1, and counts the owner's "arrived" up after its data.

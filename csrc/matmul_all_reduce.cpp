@@ -184,13 +184,14 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
+  const int64_t row_bytes = o.n * static_cast<int64_t>(size_of(o.type));
+  if (o.norm && (row_bytes % 16 || row_bytes > most_normalized)) {
+    throw std::runtime_error("rows of an AddNorm have up to 32 KiB, in multiples of 16 bytes");
+  }
   // Whether a rank wants the norm as well, its peers need not: what is exchanged is the same.
-  bool fits = o.norm ? is_tiny_sum(o.m, o.n, o.type) : is_small_sum(group, o.m, o.n, o.type);
+  bool fits = is_tiny_sum(o.m, o.n, o.type) || (!o.norm && is_small_sum(group, o.m, o.n, o.type));
   if (tier == Tier::p2p && o.wants_dw == Dw::none && fits) return small(group, o, workspace, stream);
   if (o.norm) {
-    if (o.n * size_of(o.type) % 16 || o.n * size_of(o.type) > most_normalized) {
-      throw std::runtime_error("rows of an AddNorm have up to 32 KiB, in multiples of 16 bytes");
-    }
     MatmulAllReduce sum = o;
     sum.norm = nullptr;
     sum.y = workspace.take(o.m * o.n * size_of(o.type));
