@@ -134,6 +134,37 @@ def check_nothing_to_attend_to(ctx, tp, seed):
         assert torch.equal(out[1], layer.out.bias.expand(3, HIDDEN)) and not torch.equal(out[0], out[1])
 
 
+def check_probabilities(ctx, tp, seed):
+    """Of this rank's heads; the output and its gradients are those without, and dropout is what the values meet."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    for heads, kv_heads, tokens_first in ((4, 4, True), (4, 1, False)):
+        layer = ParallelAttention(
+            HIDDEN, heads, kv_heads, 4, causal=True, sequence_dim=int(not tokens_first), rope_theta=1e4, dropout=0.5,
+            device=ctx.device, dtype=torch.float64, **block.place
+        )  # fmt: skip
+        x = block.randn(*((5, 2) if tokens_first else (2, 5)), HIDDEN)
+        for mask in masks(block, heads, 5, 2):
+            layer.eval()
+            found = []
+            for wanted in (False, True):
+                inputs = x.clone().requires_grad_()
+                out = layer(inputs, mask, return_probabilities=wanted)
+                out, probabilities = out if wanted else (out, None)
+                found.append((out.detach(), *torch.autograd.grad(out.square().sum(), [inputs, *layer.parameters()])))
+            for one, other in zip(*found, strict=True):
+                assert_close(other, one)
+            assert probabilities.shape == (2, heads // tp, 5, 5) and not probabilities.triu(1).any()
+            sums = probabilities.sum(-1)
+            assert torch.allclose(sums, (sums > 0.5).double())  # or nothing
+        layer.train()
+        _, dropped = layer(x, return_probabilities=True)
+        hidden = dropped.numel() * 10 // 25  # behind each query
+        assert hidden < (dropped == 0).sum() < dropped.numel() and not dropped.triu(1).any()
+    with refuses(ValueError, "return_probabilities", "cache"):
+        layer(x, cache=object(), return_probabilities=True)
+
+
 def check_dtypes(ctx, tp, seed, dtype):
     block = Block(ctx, tp, "group", seed)
     # Without rotary positions a key's bias moves all scores of a row alike: its gradient is nothing but rounding.
@@ -254,6 +285,10 @@ def test_masks(workers, tp, mode, seed):
 
 def test_a_token_with_nothing_to_attend_to_gets_zeros(workers, tp, seed):
     workers.run(check_nothing_to_attend_to, tp, seed)
+
+
+def test_probabilities(workers, tp, seed):
+    workers.run(check_probabilities, tp, seed)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

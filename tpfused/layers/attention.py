@@ -16,7 +16,7 @@ from tpfused.layers.backend import runs_kernels
 from tpfused.layers.cache import LayerCache
 from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.layers.norm import Norm
-from tpfused.layers.sdpa import scaled_dot_product_attention
+from tpfused.layers.sdpa import attention_with_probabilities, scaled_dot_product_attention
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
@@ -122,17 +122,23 @@ class ParallelAttention(nn.Module):
         total_len: int | None = None,
         cache: LayerCache | None = None,
         then: tuple[Tensor, Norm] | None = None,
+        return_probabilities: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism.
 
         `cache`: attend to the tokens in it too, and add these; causal, without a mask or sequence parallelism.
         `then`: as in `RowParallelLinear`, in the input's layout.
+
+        `return_probabilities`: -> the output, and what each of this rank's heads weights the values by, after dropout:
+        ``[batch, own heads, tokens, tokens]``; without a cache or `then`.
         """
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"ParallelAttention: expected a three-dimensional tensor, got {got}")
         if mask is not None:
             mask = self._own_mask(mask, x, total_len)
+        if return_probabilities and (cache is not None or then is not None):
+            raise ValueError("ParallelAttention: return_probabilities goes with neither a cache nor `then`")
         if cache is not None:
             self._check_cache(cache, x, mask)
         q, k, v = self._heads(self._project(x, total_len), cache)
@@ -140,12 +146,17 @@ class ParallelAttention(nn.Module):
         with region:
             if cache is not None:
                 out = cache.attend(q, k, v, self.out.backend)
+            elif return_probabilities:
+                dropout, backend = self.dropout * self.training, self.out.backend
+                out, probabilities = attention_with_probabilities(q, k, v, mask, self.causal, dropout, backend)
             else:
                 out = scaled_dot_product_attention(q, k, v, mask, self.causal, self.dropout * self.training)
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
         out = out.flatten(2)
-        return self.out(out) if then is None else self.out(out, then=then)
+        if then is not None:
+            return self.out(out, then=then)
+        return (self.out(out), probabilities) if return_probabilities else self.out(out)
 
     def _project(self, x: Tensor, total_len: int | None) -> Tensor:
         """All tokens' q, k and v of this rank's heads, rows packed by kv head; the tokens where `sequence_dim` says."""

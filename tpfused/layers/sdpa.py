@@ -1,8 +1,8 @@
 """Attention by torch's `scaled_dot_product_attention`, and which of its back ends runs.
 
-All attention of the layers is torch's, with masks, dropout and grouped heads too: no scores are kept. But for one new
-token and a cache, for which `tpfused.kernels.decode` is there. `tpfused.kernels.softmax` is for who wants the
-probabilities themselves, which no layer returns.
+Attention of the layers is torch's, with masks, dropout and grouped heads too: no scores are kept. But for one new token
+and a cache, for which `tpfused.kernels.decode` is there, and for who wants the probabilities themselves, which
+`tpfused.kernels.softmax` makes.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from tpfused import reference
 from tpfused.explanation import MOST_TOLD, tell
+from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import runs_kernels
 
 ORDER = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
@@ -58,6 +60,24 @@ def scaled_dot_product_attention(
         mask = mask.masked_fill(dead, 0)
     out = _attend(q, k, v, mask, dropout, causal=False, shares=False)
     return out.masked_fill(dead, 0)
+
+
+def attention_with_probabilities(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, backend: str | None
+) -> tuple[Tensor, Tensor]:
+    """As `scaled_dot_product_attention`, and what the values are weighted by, ``[batch, heads, tokens, keys]``: the
+    probabilities, after dropout. The scores are kept for backward."""
+    queries = q.shape[1] // k.shape[1]
+    k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
+    scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
+    if mask is not None and mask.dtype != torch.bool:
+        mask = mask.to(q.dtype)
+    learned = mask is not None and mask.requires_grad  # the kernel has no gradient for it
+    if runs_kernels(q, backend, "softmax of attention") and not learned:
+        probabilities = scale_mask_softmax(scores, mask, scale, causal, dropout)
+    else:
+        probabilities = F.dropout(reference.scale_mask_softmax(scores, mask, scale, causal), dropout)
+    return probabilities @ v, probabilities
 
 
 def shares_heads(q: Tensor) -> bool:
