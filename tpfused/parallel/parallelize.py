@@ -56,6 +56,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         "replicate": whole on each rank.
         "replicate_sum": whole on each rank, and applied to this rank's part of the activations: gradients are summed.
 
+    Parameters are DTensors, which FSDP2 and torch's optimizers take; DDP does not. torch's own `clip_grad_norm_` takes
+    them too, unless there are fewer key-value heads than ranks, whose gradients lie on a mesh of their own:
+    `tpfused.clip_grad_norm_` does then as well.
+
     Returns:
         `model`.
 
