@@ -16,8 +16,7 @@ struct FewRows {
 };
 
 // Whether `multiply_and_push` takes it: up to two rows and 47 KiB of x, 16-bit numbers, 16 bytes of which lie together
-// everywhere. Another rank may
-// differ in that, and push what it has multiplied otherwise.
+// everywhere. Another rank may differ in that, and push what it has multiplied otherwise.
 bool is_few_rows(const FewRows& product);
 void multiply_and_push(Group& group, const FewRows& product, cudaStream_t stream);
 

@@ -41,6 +41,14 @@ __device__ inline void add(int4 value, float* sums) {
   reinterpret_cast<const Vector<T, width<T>>&>(value).add_to(sums);
 }
 
+// A bias, or none, which need not be aligned.
+template <typename T>
+__device__ inline void add_bias(const T* bias, float* sums) {
+  if (!bias) return;
+#pragma unroll
+  for (int j = 0; j < width<T>; ++j) sums[j] += to_float(bias[j]);
+}
+
 template <typename T>
 __device__ inline int4 rounded(const float* sums) {
   auto out = Vector<T, width<T>>::rounded(sums);

@@ -28,17 +28,16 @@ __global__ void add_parts_kernel(T* y, Parts parts, int count, const T* bias, in
 
 template <typename T>
 void launch(void* y, const Parts& parts, int count, const void* bias, int64_t rows, int64_t n, cudaStream_t stream) {
-  constexpr int width = 16 / sizeof(T);
   int64_t entries = rows * n;
   uintptr_t addresses = reinterpret_cast<uintptr_t>(y) | reinterpret_cast<uintptr_t>(bias);
   for (int part = 0; part < count; ++part) addresses |= reinterpret_cast<uintptr_t>(parts.at[part]);
-  bool wide = addresses % 16 == 0 && n % width == 0;
-  int64_t threads = wide ? entries / width : entries;
+  bool wide = addresses % 16 == 0 && n % width<T> == 0;
+  int64_t threads = wide ? entries / width<T> : entries;
   int blocks = static_cast<int>(std::min<int64_t>((threads + 255) / 256, 132 * 16));
   auto out = static_cast<T*>(y);
   auto add = static_cast<const T*>(bias);
   if (wide) {
-    add_parts_kernel<T, width><<<blocks, 256, 0, stream>>>(out, parts, count, add, entries, n);
+    add_parts_kernel<T, width<T>><<<blocks, 256, 0, stream>>>(out, parts, count, add, entries, n);
   } else {
     add_parts_kernel<T, 1><<<blocks, 256, 0, stream>>>(out, parts, count, add, entries, n);
   }

@@ -20,10 +20,7 @@ __device__ void add_all(const Areas& areas, uint32_t turn, const char* own, int6
         from == areas.rank ? *reinterpret_cast<const int4*>(own) : read(areas.numbers(areas.rank, turn, 0, from) + at),
         sums);
   }
-  if (bias) {  // it need not be aligned
-#pragma unroll
-    for (int j = 0; j < width<T>; ++j) sums[j] += to_float(bias[j]);
-  }
+  add_bias(bias, sums);
 }
 
 template <typename T>

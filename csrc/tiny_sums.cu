@@ -18,10 +18,7 @@ __device__ void give_part(const Areas& areas, uint32_t epoch, const int4* part, 
 template <typename T>
 __device__ void add_all(const Areas& areas, uint32_t epoch, int64_t vector, const T* bias, float* sums) {
   for (int from = 0; from < areas.size; ++from) add<T>(take(areas, epoch, from, vector), sums);
-  if (bias) {  // it need not be aligned
-#pragma unroll
-    for (int j = 0; j < width<T>; ++j) sums[j] += to_float(bias[j]);
-  }
+  add_bias(bias, sums);
 }
 
 template <typename T>
