@@ -1,9 +1,9 @@
 """How an overlapped operation's rows travel: by copy engines ("p2p"), by NCCL, or before the matmul ("reference").
 
 There is no tier whose matmul kernel waits for rows and sends them itself: copy engines come to 1.00 to 1.03 of the
-floor for all-gathers of 8192 rows (README's tables), without a matmul of our own for each card. Nor one by NCCL's copy-engine
-all-gather through symmetric windows: a matmul beside it took 1.16 and 1.09 of its time alone (8192 x 4096 and 8192 x
-8192 rows, two H100), beside plain pushes 1.02 and 1.00.
+floor for all-gathers of 8192 rows (README's tables), without a matmul of our own for each card. Nor one by NCCL's
+copy-engine all-gather through symmetric windows: a matmul beside it took 1.16 and 1.09 of its time alone (8192 x 4096
+and 8192 x 8192 rows, two H100), beside plain pushes 1.02 and 1.00.
 """
 
 from __future__ import annotations
