@@ -1,13 +1,16 @@
 """The command line around the subcommands: help, wrong uses, exit codes."""
 
+import os
 import subprocess
 import sys
+import time
 
 import pytest
 
 import tpfused
 from tpfused import cli
 from tpfused.cli.errors import UserError
+from tpfused.overlap.tiers import NAMES
 
 
 def test_help_teaches_and_needs_no_torch():
@@ -46,12 +49,18 @@ def test_no_command(capsys):
     assert "examples:" in capsys.readouterr().err
 
 
-def test_unknown_option(capsys):
+@pytest.mark.parametrize(
+    "command", ["", *cli.COMMANDS, "bench kernels", "bench overlap", "bench comm", "bench model"], ids=str
+)
+def test_unknown_option(command, capsys):
+    """The help that has the options is the subcommand's own."""
+    whole = " ".join(["tpfused", *command.split()])
     with pytest.raises(SystemExit) as end:
-        cli.main(["info", "--jsn"])
+        cli.main([*command.split(), "--jsn", "x"] if command != "bench" else ["bench", "--jsn", "kernels"])
     assert end.value.code == 2
     err = capsys.readouterr().err
-    assert "--jsn" in err and err.count("\n") == 1
+    assert err.startswith(f"{whole}: ") and err.endswith(f"(see {whole} --help)\n") and err.count("\n") == 1
+    assert not command or "--jsn" in err
 
 
 @pytest.mark.parametrize(
@@ -76,4 +85,48 @@ def test_other_errors_keep_their_traceback(monkeypatch):
 
     monkeypatch.setattr("tpfused.cli.info.run", run)
     with pytest.raises(RuntimeError, match="a fault of ours"):
+        cli.main(["info"])
+
+
+@pytest.mark.parametrize("command", ["check --list", "bench comm --cpu --list", "train --steps 1", "plan --model gpt2"])
+def test_a_tier_that_there_is_not(command, monkeypatch, capsys):
+    monkeypatch.setenv("TPFUSED_TIER", "ncll")
+    assert cli.main(command.split()) == 2
+    err = capsys.readouterr().err
+    assert "'ncll'" in err and ", ".join(NAMES) in err and err.count("\n") == 1
+
+
+@pytest.mark.parametrize("command", ["info", "check --list", "bench comm --cpu --sizes 1K"])
+def test_output_that_nobody_reads(command):
+    """As for any program before `| head`: no traceback, and the exit code of SIGPIPE."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as out:
+        done = subprocess.run(
+            [sys.executable, "-m", "tpfused", *command.split()], stdout=out, stderr=subprocess.PIPE, timeout=120
+        )
+    assert (done.returncode, done.stderr) == (141, b"")
+
+
+def test_no_worker_outlives_its_reader():
+    command = [sys.executable, "-m", "tpfused", "check", "--cpu"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        while "ok" not in process.stdout.readline():
+            pass
+        with open(f"/proc/{process.pid}/task/{process.pid}/children") as children:
+            workers = children.read().split()
+        process.stdout.close()
+        assert process.wait(120) == 141 and process.stderr.read() == ""
+    deadline = time.monotonic() + 10
+    while any(os.path.exists(f"/proc/{pid}") for pid in workers) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    assert len(workers) >= 2 and not [pid for pid in workers if os.path.exists(f"/proc/{pid}")]
+
+
+def test_another_broken_pipe_is_not_hidden(monkeypatch):
+    def run(args):
+        raise BrokenPipeError("to a worker, say")
+
+    monkeypatch.setattr("tpfused.cli.info.run", run)
+    with pytest.raises(BrokenPipeError, match="to a worker"):
         cli.main(["info"])

@@ -2,12 +2,16 @@
 
 import argparse
 import difflib
+import os
+import select
+import signal
 import sys
 from collections.abc import Sequence
 from importlib import import_module
 
 import tpfused
 from tpfused.cli.errors import UserError
+from tpfused.overlap.tiers import NAMES
 
 # Name -> summary. Each is a module of this package with add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
@@ -33,8 +37,25 @@ examples:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command line and returns its exit code: 2 for a wrong use, 130 when interrupted."""
-    argv = list(sys.argv[1:] if argv is None else argv)
+    """Runs the command line and returns its exit code: 2 for a wrong use, 130 when interrupted, 141 (SIGPIPE's) when
+    nobody reads the output any more, as after `| head`.
+    """
+    try:
+        try:
+            return _run(list(sys.argv[1:] if argv is None else argv))
+        finally:
+            print(end="", flush=True)  # here, not after the exit code is settled
+    except BrokenPipeError:
+        if not any(map(_is_unread, (sys.stdout, sys.stderr))):
+            raise  # a pipe of ours
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is still buffered
+    except SystemExit as end:
+        if not isinstance(end.__context__, BrokenPipeError):  # of which rich makes an exit
+            raise
+    return 128 + signal.SIGPIPE
+
+
+def _run(argv: list[str]) -> int:
     parser = _parser(chosen=argv[0] if argv else None)
     if not argv:
         parser.print_help(sys.stderr)
@@ -43,6 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error(_unknown(argv[0]))
     args = parser.parse_args(argv)
     try:
+        if argv[0] != "info":  # which shows what is set
+            _check_environment()
         return args.run(args)
     except UserError as error:
         print(f"tpfused {argv[0]}: {error}", file=sys.stderr)
@@ -52,7 +75,31 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
+def _check_environment() -> None:
+    """Refuse what would be found out in the middle of the work, or never."""
+    tier = os.environ.get("TPFUSED_TIER")
+    if tier and tier not in NAMES:
+        raise UserError(f"TPFUSED_TIER is {tier!r} in the environment: choose {', '.join(NAMES)}")
+
+
+def _is_unread(stream) -> bool:
+    """Whether it is a pipe whose reader has closed its end."""
+    try:
+        poll = select.poll()
+        poll.register(stream.fileno(), 0)
+    except (AttributeError, OSError):  # closed, or something else than a file
+        return False
+    return any(event & select.POLLERR for _, event in poll.poll(0))
+
+
 class _Parser(argparse.ArgumentParser):
+    def parse_known_args(self, args=None, namespace=None):
+        """What is left over belongs to this subcommand, whose help has the options; argparse's would name `tpfused`."""
+        namespace, left = super().parse_known_args(args, namespace)
+        if left:
+            self.error(f"unrecognized arguments: {' '.join(left)}")
+        return namespace, left
+
     def error(self, message: str):
         """One line, as for every other mistake; argparse's would begin with the usage."""
         self.exit(2, f"{self.prog}: {message} (see {self.prog} --help)\n")
