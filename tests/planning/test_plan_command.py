@@ -49,6 +49,9 @@ def test_help_teaches(capsys):
         (["--model", "gpt2", "--from", "/nowhere.json"], "--from /nowhere.json: No such file"),
         (["--model", "gpt2", "--json", "/nowhere/x.json"], "there is no folder"),
         ([*TINY, "--check", "--tp", "3"], "no tp of 3 that splits 4 heads"),
+        ([*TINY, "--check", "--from", "x.json"], "--check measures blocks here, and takes no --from"),
+        ([*TINY, "--check", "--tflops", "1", "--dp", "2"], "takes no --tflops, --dp"),
+        (["--model", "llama3-8b", "--check", "--cpu"], "218,112,000 parameters and 8,192 tokens of 14,336 features"),
         ([*TINY[:-3]], "give --sequence"),
     ],
 )
@@ -56,6 +59,12 @@ def test_refuses(options, told, capsys):
     assert plan(*options) == 2
     err = capsys.readouterr().err
     assert told in err and err.count("\n") == 1
+
+
+def test_checks_on_a_cpu_only_if_told_to(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert plan(*TINY[:-1], "--check") == 2
+    assert "--check runs blocks on GPUs, and torch finds none here" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"meta": {"rates": null, "memory_bytes": 1}}', '{"meta": {"rates": {}}}'])

@@ -52,7 +52,8 @@ parallelism is DDP's: parameters, gradients and AdamW's state whole on each.
 --check runs a block, forward and backward, at each tp that the GPUs here allow,
 and compares its time with that predicted from its parts: its own matmuls and
 its attention, measured alone; the bytes of its other kernels over the speed of
-memory; its collectives by the fitted model.
+memory; its collectives by the fitted model. It needs a GPU; --cpu tries it with
+a small shape, whose time is mostly Python's.
 
 Exit codes: 0 done; 1 a worker failed or, with --check, a prediction was further
 off than --tolerance; 2 something in the command line is wrong; 130 interrupted.

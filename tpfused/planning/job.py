@@ -20,7 +20,16 @@ from tpfused.cli.errors import UserError
 from tpfused.planning.block import Setting, block
 from tpfused.planning.communication import Fit
 from tpfused.planning.layouts import Layout, Plan, Step, layouts, predict
-from tpfused.planning.options import USED, Machine, check_options, machine_of, overridden, shape_of, step_of
+from tpfused.planning.options import (
+    USED,
+    Machine,
+    check_options,
+    check_small,
+    machine_of,
+    overridden,
+    shape_of,
+    step_of,
+)
 from tpfused.planning.rates import Rates
 from tpfused.planning.report import Entry, checked_row, show_checked, show_plans
 from tpfused.planning.shape import Shape
@@ -168,11 +177,15 @@ def _check(options: Mapping[str, Any], shape: Shape, device: str, found: int) ->
     world = options["gpus"] or found
     if device == "cuda" and world > found:
         raise UserError(f"--gpus {world}: torch finds {found} here")
+    if device == "cpu" and not options["cpu"]:
+        raise UserError("--check runs blocks on GPUs, and torch finds none here; --cpu tries it, with a small shape")
     step = replace(step_of(options, shape, world), kernels=device == "cuda")
     degrees = [tp for tp in range(1, world + 1) if world % tp == 0 and options["tp"] in (None, tp) and shape.splits(tp)]
     if not degrees:
         raise UserError(f"{world} ranks have no tp of {options['tp'] or 'any degree'} that splits {shape.heads} heads")
     layers = options["layers"] or 1
+    if device == "cpu":
+        check_small(shape, step, layers)
     largest = step.tokens * step.micro_batch * shape.hidden * step.bytes
     sizes = [size for size in SIZES if size < 16 * largest]
     argument = {

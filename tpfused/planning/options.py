@@ -20,6 +20,9 @@ from tpfused.planning.work import JOINED, STRIDED
 ELEMENT_BYTES = 8  # that a copy moves while a pass does one element that is not beside the last
 USED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # by the layers, and from stage to stage
 SPEEDS = ("tflops", "memory_gbps", "bus_gbps")  # which together do for a file
+# What says of a machine or a layout what --check finds out or does not look at.
+NOT_CHECKED = ("from", *SPEEDS, "attention_tflops", "latency_us", "memory_gib", "dp", "pp")
+CPU_NUMBERS = 2**25  # in the weights and the features of what --check runs on a CPU: some GiB, and minutes
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,23 @@ def check_options(options: Mapping[str, Any]) -> None:
             raise UserError(f"{_option(name)} must be above 0, not {value:g}")
     if options["latency_us"] is not None and options["bus_gbps"] is None:
         raise UserError("--latency-us goes with --bus-gbps")
+    unused = [_option(name) for name in NOT_CHECKED if options["check"] and options[name] is not None]
+    if unused:
+        raise UserError(f"--check measures blocks here, and takes no {', '.join(unused)}")
     if options["dtype"] not in BYTES:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(BYTES)}")
     if options["json"] is not None:
         check_writable("json", options["json"])
+
+
+def check_small(shape: Shape, step: Step, layers: int) -> None:
+    """Refuse blocks that are too large to be run on a CPU."""
+    parameters, tokens, features = layers * shape.block_parameters(), step.tokens * step.micro_batch, layers * shape.ffn
+    if parameters + tokens * features > CPU_NUMBERS:
+        raise UserError(
+            f"--check on a CPU is for small shapes: {parameters:,} parameters and {tokens:,} tokens of {features:,} "
+            f"features are more than {CPU_NUMBERS:,} numbers"
+        )
 
 
 def _option(name: str) -> str:
