@@ -1,11 +1,59 @@
 #include "check.h"
 #include "parts.h"
 #include "reduce.h"
+#include "small_rows.h"
 
 namespace tpfused {
+namespace {
+
+Product wgrad(const ColumnBackward& o, const ColumnGradient& column, const char* x) {
+  return {matrix(column.dpre, column.n, true), matrix(x, o.k), matrix(column.dw, o.k), column.n, o.k, o.rows.total()};
+}
+
+Product wgrad(const RowBackward& o, const char* dy) {
+  return {matrix(dy, o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
+}
+
+void few_rows(Group& group, const ColumnBackward& o, Workspace& workspace, cudaStream_t stream) {
+  const int64_t row_bytes = o.k * static_cast<int64_t>(size_of(o.type)), rows = o.rows.total();
+  Matmul& matmul = group.matmul(o.type);
+  char* of_matmul = workspace.take(workspace_bytes(o.type));
+  if (o.wants_dx) {
+    char* part = workspace.take(rows * row_bytes);
+    for (const ColumnGradient& column : o.columns) {
+      Product product{matrix(column.dpre, column.n), column.w.backward(), matrix(part, o.k), rows, o.k, column.n};
+      if (&column != &o.columns.front()) product.add = part;
+      matmul.run(product, stream, of_matmul);
+    }
+    small_scatter(group, o.rows, o.k, o.type, part, nullptr, o.dx, stream);
+  }
+  if (o.wants_dw == Dw::none) return;
+  char* all = workspace.take(rows * row_bytes);
+  small_gather(group, o.rows, row_bytes, o.x, all, stream);
+  for (const ColumnGradient& column : o.columns) {
+    matmul.run(weight_gradient(wgrad(o, column, all), o.wants_dw), stream, of_matmul);
+  }
+}
+
+void few_rows(Group& group, const RowBackward& o, Workspace& workspace, cudaStream_t stream) {
+  const int64_t row_bytes = o.n * static_cast<int64_t>(size_of(o.type)), rows = o.rows.total();
+  Matmul& matmul = group.matmul(o.type);
+  char* of_matmul = workspace.take(workspace_bytes(o.type));
+  char* all = workspace.take(rows * row_bytes);
+  small_gather(group, o.rows, row_bytes, o.dy, all, stream);
+  if (o.wants_dx) {
+    matmul.run({matrix(all, o.n), o.w.backward(), matrix(o.dx, o.k), rows, o.k, o.n}, stream, of_matmul);
+  }
+  if (o.wants_dw != Dw::none) matmul.run(weight_gradient(wgrad(o, all), o.wants_dw), stream, of_matmul);
+}
+
+}  // namespace
 
 void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
+  if (is_small(group, tier, o.rows, o.k * static_cast<int64_t>(size_of(o.type)), most_scattered)) {
+    return few_rows(group, o, workspace, stream);
+  }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
   std::unique_ptr<Gather> gather;
   const bool wants_dw = o.wants_dw != Dw::none;
@@ -23,10 +71,7 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   if (wants_dw) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
     for (const ColumnGradient& column : o.columns) {
-      const int64_t n = column.n;
-      Product product{
-          matrix(column.dpre, n, true), matrix(gather->all(), o.k), matrix(column.dw, o.k), n, o.k, o.rows.total()};
-      tiles.multiply(Tiles::caller, product, o.wants_dw);
+      tiles.multiply(Tiles::caller, wgrad(o, column, gather->all()), o.wants_dw);
     }
   }
   if (o.wants_dx) {
@@ -40,6 +85,9 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
 
 void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
+  if (is_small(group, tier, o.rows, o.n * static_cast<int64_t>(size_of(o.type)), most_gathered)) {
+    return few_rows(group, o, workspace, stream);
+  }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
   auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.n), o.dy, true, workspace);
   for (int step = 0; step < group.size && o.wants_dx; ++step) {
@@ -61,8 +109,7 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
   tiles.join(Tiles::caller, Tiles::beside);
   if (o.wants_dw != Dw::none) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
-    Product product{matrix(gather->all(), o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
-    tiles.multiply(Tiles::caller, product, o.wants_dw);
+    tiles.multiply(Tiles::caller, wgrad(o, gather->all()), o.wants_dw);
   }
   tiles.end();
 }

@@ -123,7 +123,7 @@ bool is_few_rows(const FewRows& product) {
 }
 
 void multiply_and_push(Group& group, const FewRows& product, cudaStream_t stream) {
-  Areas areas = areas_of(group, product.m, product.n, product.type);
+  Areas areas = areas_of(group, 0);
   group.begin_small_sum(stream);
   auto run = [&](auto zero) {
     using T = decltype(zero);

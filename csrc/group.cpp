@@ -50,6 +50,13 @@ void PeerMemory::disconnect() {
   }
 }
 
+std::vector<uint32_t> PeerMemory::all_words(cudaStream_t stream) const {
+  std::vector<uint32_t> found(words + small_flag_words + first_number);
+  cudaMemcpyAsync(found.data(), own_, found.size() * sizeof(uint32_t), cudaMemcpyDeviceToHost, stream);
+  cudaStreamSynchronize(stream);
+  return found;
+}
+
 uint32_t* PeerMemory::number_of_use(bool in_graph) {
   if (!in_graph) return local(first_number + numbers_[0]++ % eager_numbers);
   if (numbers_[1] == most_numbers) throw std::runtime_error("too many operations in CUDA graphs of one group");
@@ -107,27 +114,42 @@ void Group::give_up(const std::string& operation, double seconds) {
   replays_->given_up = 1;
   cudaStream_t stream = nullptr;  // the waiting ones are busy
   if (peers && cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess) {
-    std::vector<uint32_t> words(PeerMemory::words);
-    size_t bytes = words.size() * sizeof(uint32_t);
-    uint32_t* flags = peers->arrived(rank, 0, 0);
-    cudaMemcpyAsync(words.data(), flags, bytes, cudaMemcpyDeviceToHost, stream);
-    cudaStreamSynchronize(stream);
-    for (int peer = 0; peer < size && !peers->by_device; ++peer) {
-      bool missing = false;
-      for (int slot = 0; slot < PeerMemory::slots && peer != rank; ++slot) {
-        uint32_t arrived = words[peers->arrived(rank, slot, peer) - flags];
-        missing |= static_cast<int32_t>(arrived - awaited_[slot * size + peer]) < 0;
-      }
-      if (missing) told += "; rank " + std::to_string(peer) + "'s rows have not arrived";
+    std::vector<uint32_t> words = peers->all_words(stream);
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer != rank) told += awaited_of(peer, words, stream);
     }
+    words.resize(PeerMemory::words);
     for (uint32_t& word : words) word += 1u << 30;  // beyond whatever is waited for
-    cudaMemcpyAsync(flags, words.data(), bytes, cudaMemcpyHostToDevice, stream);
+    cudaMemcpyAsync(peers->arrived(rank, 0, 0), words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice,
+                    stream);
     cudaStreamSynchronize(stream);
     cudaStreamDestroy(stream);
   }
   fail(told);
   std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
   if (nccl) abort_nccl();
+}
+
+std::string Group::awaited_of(int peer, const std::vector<uint32_t>& words, cudaStream_t stream) const {
+  const uint32_t* first = peers->arrived(rank, 0, 0);
+  auto word = [&](const uint32_t* at) { return words[at - first]; };
+  const std::string name = "rank " + std::to_string(peer) + "'s";
+  for (int slot = 0; slot < PeerMemory::slots; ++slot) {
+    // The GPU's own count does not tell which block an operation waits for: the first, at least.
+    uint32_t uses = word(peers->counter(slot));
+    uint32_t awaited = !peers->by_device ? awaited_[slot * size + peer].load() : uses ? (uses - 1) * whole + 1 : 0;
+    if (static_cast<int32_t>(word(peers->arrived(rank, slot, peer)) - awaited) >= 0) continue;
+    if (awaited % whole == 0 || peers->by_device) return "; " + name + " rows have not arrived";
+    return "; block " + std::to_string(awaited % whole) + " of " + name + " rows has not arrived";
+  }
+  // The number of a small sum is in a flag of each peer, or in its words.
+  uint32_t sum = word(peers->small_counter());
+  uint32_t flag = word(peers->small_flags(rank) + (sum % 2 * 2 * most_ranks + peer) * PeerMemory::small_blocks);
+  uint32_t tiny = 0;
+  const char* tiny_words = peers->tiny(rank) + (sum % 2 * size + peer) * PeerMemory::tiny_bytes;
+  cudaMemcpyAsync(&tiny, tiny_words + sizeof tiny, sizeof tiny, cudaMemcpyDeviceToHost, stream);
+  cudaStreamSynchronize(stream);
+  return flag == sum || tiny == sum ? "" : "; " + name + " part has not arrived";
 }
 
 void Group::abort_nccl() {

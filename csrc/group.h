@@ -76,6 +76,8 @@ class PeerMemory {
   uint32_t* counter(int slot) const { return local(slot); }
   uint32_t* number_of_use(bool in_graph);  // a graph's is its own for ever
 
+  std::vector<uint32_t> all_words(cudaStream_t stream) const;  // from the first `arrived` on, without uses' numbers
+
   bool by_device = false;  // whether the GPU keeps the counts, as it does from the first capture on
 
  private:
@@ -169,6 +171,8 @@ class Group {
  private:
   // Says who is missing, and lets everything on this rank's streams go on, so that the GPU and its process can.
   void give_up(const std::string& operation, double seconds);
+  // What this rank waits for from a peer, as far as the words in its memory tell.
+  std::string awaited_of(int peer, const std::vector<uint32_t>& words, cudaStream_t stream) const;
   void abort_nccl();
   void count_on_device();  // from now on
   void tell_emptied(Use use, cudaStream_t stream);

@@ -189,8 +189,8 @@ void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Worksp
     throw std::runtime_error("rows of an AddNorm have up to 32 KiB, in multiples of 16 bytes");
   }
   // Whether a rank wants the norm as well, its peers need not: what is exchanged is the same.
-  bool fits = is_tiny_sum(o.m, o.n, o.type) || (!o.norm && is_small_sum(group, o.m, o.n, o.type));
-  if (tier == Tier::p2p && o.wants_dw == Dw::none && fits) return small(group, o, workspace, stream);
+  auto fits = [&] { return is_tiny_sum(o.m, o.n, o.type) || (!o.norm && is_small_sum(group, o.m, o.n, o.type)); };
+  if (tier == Tier::p2p && o.wants_dw == Dw::none && fits()) return small(group, o, workspace, stream);
   if (o.norm) {
     MatmulAllReduce sum = o;
     sum.norm = nullptr;

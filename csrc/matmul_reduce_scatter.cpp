@@ -1,11 +1,20 @@
 #include "check.h"
 #include "parts.h"
 #include "reduce.h"
+#include "small_rows.h"
 
 namespace tpfused {
 namespace {
 
 constexpr int64_t least_split = 2048;  // own rows: a matmul of fewer leaves multiprocessors idle
+
+void few_rows(Group& group, const MatmulReduceScatter& o, Workspace& workspace, cudaStream_t stream) {
+  char* of_matmul = workspace.take(workspace_bytes(o.type));
+  char* part = workspace.take(o.rows.total() * o.n * size_of(o.type));
+  Product product{matrix(o.x, o.k), o.w.forward(), matrix(part, o.n), o.rows.total(), o.n, o.k};
+  group.matmul(o.type).run(product, stream, of_matmul);
+  small_scatter(group, o.rows, o.n, o.type, part, o.bias, o.y, stream);
+}
 
 }  // namespace
 
@@ -15,6 +24,9 @@ constexpr int64_t least_split = 2048;  // own rows: a matmul of fewer leaves mul
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o, Workspace workspace,
                            cudaStream_t stream) {
   DeviceGuard guard(group.device);
+  if (is_small(group, tier, o.rows, o.n * static_cast<int64_t>(size_of(o.type)), most_scattered)) {
+    return few_rows(group, o, workspace, stream);
+  }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
   const Parts::Term term{o.x, o.w.forward(), o.k};
   Parts parts(group, tier, tiles, o.rows, {term}, o.n, workspace);

@@ -3,10 +3,34 @@
 #include "check.h"
 #include "device_words.h"
 #include "group.h"
+#include "numbers.h"
 
 namespace tpfused {
 
-// For kernels: the memory through which the ranks exchange small sums, see small_sums.h.
+// For kernels: the memory through which the ranks exchange small sums and few rows, see small_sums.h.
+
+constexpr int small_threads = 512;  // of a block
+
+// What a peer has written is not to come from this multiprocessor's cache.
+__device__ inline int4 read(const char* from) { return __ldcg(reinterpret_cast<const int4*>(from)); }
+__device__ inline void write(char* to, int4 value) { *reinterpret_cast<int4*>(to) = value; }
+
+// put(i, take(i)) for each i < count that is this thread's, of all blocks'. Four are under way at a time: one alone
+// would wait for its vector before it asks for the next.
+template <typename Take, typename Put>
+__device__ void for_each_vector(int64_t count, Take take, Put put) {
+  constexpr int ahead = 4;
+  const int64_t step = static_cast<int64_t>(gridDim.x) * small_threads;
+  int64_t i = blockIdx.x * static_cast<int64_t>(small_threads) + threadIdx.x;
+  for (; i + (ahead - 1) * step < count; i += ahead * step) {
+    int4 values[ahead];
+#pragma unroll
+    for (int a = 0; a < ahead; ++a) values[a] = take(i + a * step);
+#pragma unroll
+    for (int a = 0; a < ahead; ++a) put(i + a * step, values[a]);
+  }
+  for (; i < count; i += step) put(i, take(i));
+}
 
 // What the peers write here, and where this rank writes at theirs.
 struct Areas {
@@ -20,8 +44,10 @@ struct Areas {
   int64_t bytes;   // of an area
   int64_t stride;  // from one rank's numbers to the next one's
 
+  // Where rank `from` writes at `owner`, which is another.
   __device__ char* numbers(int owner, uint32_t turn, int phase, int from) const {
-    return area[owner] + turn * bytes + phase * (bytes / 2) + from * stride;
+    int before = (from - owner - 1 + size) % size;
+    return area[owner] + turn * bytes + phase * (bytes / 2) + before * stride;
   }
   __device__ uint32_t* flag(int owner, uint32_t turn, int phase, int from) const {
     return flags[owner] + ((turn * 2 + phase) * most_ranks + from) * PeerMemory::small_blocks + blockIdx.x;
@@ -30,6 +56,25 @@ struct Areas {
   // Where rank `from` writes a vector of a tiny sum at `owner`.
   __device__ char* words(int owner, uint32_t turn, int from, int64_t vector) const {
     return tiny[owner] + (turn * size + from) * PeerMemory::tiny_bytes + vector * 32;
+  }
+
+  // One of this rank's vectors, to where all peers find it.
+  __device__ void tell_peers(uint32_t turn, int phase, int64_t vector, int4 value) const {
+    for (int ahead = 1; ahead < size; ++ahead) {
+      write(numbers((rank + ahead) % size, turn, phase, rank) + vector * 16, value);
+    }
+  }
+
+  // All ranks' vector of the first phase, in their order, and the bias: `own` is this rank's, and the others' lie at
+  // `vector` of their numbers.
+  template <typename T>
+  __device__ int4 sum(uint32_t turn, int4 own, int64_t vector, const T* bias) const {
+    float sums[width<T>] = {};
+    for (int from = 0; from < size; ++from) {
+      add<T>(from == rank ? own : read(numbers(rank, turn, 0, from) + vector * 16), sums);
+    }
+    add_bias(bias, sums);
+    return rounded<T>(sums);
   }
 
   // All threads of the block have written to the peers -> all have what the peers' blocks of this number have written.
@@ -71,7 +116,15 @@ struct Areas {
   }
 };
 
-Areas areas_of(Group& group, int64_t rows, int64_t n, Type type);
+// `stride`: the bytes that a rank writes at each peer, in one phase, for which there must be room.
+Areas areas_of(Group& group, int64_t stride);
+inline bool has_room(const Group& group, int64_t stride, int phases) {
+  return (group.size - 1) * stride <= static_cast<int64_t>(group.peers->small_bytes()) / phases;
+}
+inline int blocks_for(int64_t vectors) {
+  return static_cast<int>(
+      std::clamp<int64_t>((vectors + small_threads - 1) / small_threads, 1, PeerMemory::small_blocks));
+}
 
 // All that the kernel before this one on the stream has written is seen from now on. `launch_after_matmul` lets this
 // one start while that one ends, which hides the start and `begin`.
@@ -95,9 +148,5 @@ void launch_after_matmul(const Group& group, void (*kernel)(Parameters...), int6
   config.numAttrs = group.architecture >= 9 ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "small_all_reduce");
 }
-
-// What a peer has written is not to come from this multiprocessor's cache.
-__device__ inline int4 read(const char* from) { return __ldcg(reinterpret_cast<const int4*>(from)); }
-__device__ inline void write(char* to, int4 value) { *reinterpret_cast<int4*>(to) = value; }
 
 }  // namespace tpfused

@@ -4,6 +4,15 @@
 
 namespace tpfused {
 
+// A product that gives a weight's gradient, as it is `wanted`.
+inline Product weight_gradient(Product product, Dw wanted) {
+  if (wanted == Dw::add) {
+    product.add = product.y.data;
+    product.wide = true;
+  }
+  return product;
+}
+
 // The matmuls of one operation, on the caller's stream and on one beside it, whose blocks the GPU starts first. What is
 // on both fills the multiprocessors that a matmul's last wave leaves idle. The group's streams follow the caller's
 // here.
@@ -31,13 +40,8 @@ class Tiles {
     matmul_.run(product, streams_[lane], workspaces_[lane]);
   }
   // A weight's gradient.
-  void multiply(Lane lane, Product product, Dw wanted) {
-    if (wanted == Dw::none) return;
-    if (wanted == Dw::add) {
-      product.add = product.y.data;
-      product.wide = true;
-    }
-    multiply(lane, product);
+  void multiply(Lane lane, const Product& product, Dw wanted) {
+    if (wanted != Dw::none) multiply(lane, weight_gradient(product, wanted));
   }
   // Whatever comes on one lane from now on follows what is on the other now.
   void join(Lane later, Lane earlier) { follow(streams_[later], streams_[earlier]); }

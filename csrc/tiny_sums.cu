@@ -63,7 +63,7 @@ bool is_tiny_sum(int64_t rows, int64_t n, Type type) {
 }
 
 void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
-  Areas areas = areas_of(group, s.rows, s.n, s.type);
+  Areas areas = areas_of(group, 0);
   int64_t vectors = s.rows * s.n * static_cast<int64_t>(size_of(s.type)) / 16;
   auto part = static_cast<const int4*>(s.part);
   if (!s.pushed) group.begin_small_sum(stream);  // else the matmul's kernel has

@@ -17,11 +17,13 @@ from tpfused.overlap.tiers import tier
 pytestmark = pytest.mark.gpu
 on_gpus = pytest.mark.parametrize("workers", ["cuda"], indirect=True)
 tiers = pytest.mark.parametrize("name", ["p2p", "nccl"])
-
-
-def some_case(ctx):
-    torch.manual_seed(0)
-    return Case(ctx, "all_gather_matmul", 64, 128, 32 * ctx.world)
+ROWS, PART = "rows have not arrived", "part has not arrived"
+CASES = {  # and what p2p tells of the missing rank
+    "copied rows": ("all_gather_matmul", 4096, 1024, 64, ROWS),
+    "few rows": ("all_gather_matmul", 64, 128, 64, PART),
+    "tiny sum": ("matmul_all_reduce", 2, 128, 64, PART),
+    "small sum": ("matmul_all_reduce", 256, 128, 1024, PART),
+}
 
 
 def finish_together(group):
@@ -31,10 +33,14 @@ def finish_together(group):
     communicator.set_timeout(1.5)
 
 
-def check_missing_rank(ctx, name, replayed):
+def check_missing_rank(ctx, name, what, replayed):
     communicator.set_timeout(20)
-    group, case, last = dist.new_group(), some_case(ctx), ctx.world - 1
-    told = f"all_gather_matmul on rank {ctx.rank} of {ctx.world}"
+    torch.manual_seed(0)
+    *sizes, missing = CASES[what]
+    group, case, last = dist.new_group(), Case(ctx, *sizes), ctx.world - 1
+    told = f"{sizes[0]} on rank {ctx.rank} of {ctx.world} has not ended after 1 s"
+    if name == "p2p":
+        told += f"; rank {last}'s {missing}"
     with tier(name):
         case.run(group)
         if replayed:
@@ -42,8 +48,6 @@ def check_missing_rank(ctx, name, replayed):
             operate()
         else:
             operate = partial(case.run, group)
-            if name == "p2p":
-                told += f".*rank {last}'s rows have not arrived"
         finish_together(group)
         if ctx.rank == last:
             time.sleep(6)  # as if it were busy with something else, or dead
@@ -61,7 +65,8 @@ def check_missing_rank(ctx, name, replayed):
 
 def check_dead_rank(ctx, name):
     communicator.set_timeout(20)
-    case = some_case(ctx)
+    torch.manual_seed(0)
+    case = Case(ctx, "all_gather_matmul", 64, 128, 64)
     with tier(name):
         case.run()
         finish_together(dist.group.WORLD)
@@ -74,9 +79,9 @@ def check_dead_rank(ctx, name):
 
 @on_gpus
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
-@tiers
-def test_a_missing_rank_is_named(ranks, name, replayed):
-    ranks.run(check_missing_rank, name, replayed, timeout=60)
+@pytest.mark.parametrize("name, what", [("nccl", "copied rows"), *(("p2p", what) for what in CASES)])
+def test_a_missing_rank_is_named(ranks, name, what, replayed):
+    ranks.run(check_missing_rank, name, what, replayed, timeout=60)
 
 
 @on_gpus

@@ -13,6 +13,7 @@ from tpfused.sharding import padded_shard_size
 
 ALL_REDUCE_BLOCKS = 4  # of rows, at most: `Blocks::most` of csrc/blocks.h
 MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of csrc/small_sums.h
+MOST_SMALL = 16 * 2**20  # bytes of all ranks' rows that one kernel gathers: `most_gathered` of csrc/small_rows.h, twice
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # that have a workspace of their own, for it is used in one stream's order
@@ -36,7 +37,7 @@ def all_gather_matmul(
         ys.append(y)
         pres.append(pre)
     slot = plan.padded * plan.inputs
-    _run(link, "all_gather_matmul", plan, x, slot, slot if link[1] == "nccl" else 0, 0, 0, 0, columns)
+    _run(link, "all_gather_matmul", plan, x, slot, _gathered(link, slot, x), 0, 0, 0, columns)
     return ys, pres
 
 
@@ -53,7 +54,7 @@ def column_backward(
         held.append(weight)
         dweights.append(dweight)
     slot = plan.padded * plan.inputs
-    staged = plan.total * plan.inputs + (2 * slot if link[1] == "nccl" else 0)
+    staged = plan.total * plan.inputs + (2 * slot if link[1] == "nccl" else _gathered(link, slot, x))
     more = _address(dx), needs.x, _wants_dweight(needs), columns
     _run(link, "column_backward", plan, x, slot, staged, 0, 0, 0, *more)
     return dx, dweights if needs.main_grads is None else [None] * len(dweights)
@@ -75,8 +76,8 @@ def row_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """-> the gradients of x (all rows) and of the weight."""
     slot = plan.padded * weight.shape[0]
-    staged = slot if link[1] == "nccl" else 0
-    return _backward("row_backward", link, plan, needs, dy, x, weight, slot, staged, needs.x, _wants_dweight(needs))
+    sizes = slot, _gathered(link, slot, x)
+    return _backward("row_backward", link, plan, needs, dy, x, weight, *sizes, needs.x, _wants_dweight(needs))
 
 
 def matmul_all_reduce(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -121,7 +122,8 @@ def matmul_all_gather(
     size, features = link[0].size, plan.outputs
     y = x.new_empty(*plan.leading or (plan.total,), features)
     pre = x.new_empty(plan.total, weight.shape[0]) if keeps_pre and epilogue == GELU_TANH else None
-    staged = plan.total * padded_shard_size(features, size) * (1 + size if link[1] == "nccl" else exact[-1])
+    own = plan.total * padded_shard_size(features, size)
+    staged = own * (1 + size) if link[1] == "nccl" else own if exact[-1] else _gathered(link, own, x)
     more = features, weight.data_ptr(), leading, y.data_ptr(), epilogue, _address(bias), _address(pre)
     _run(link, "matmul_all_gather", plan, x, plan.total * features, staged, *more)
     return y, pre
@@ -132,7 +134,7 @@ def _backward(
     *flags: int,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """-> the gradients of x and of the weight. `flags`: what the extension is told of `needs`."""
-    weight, leading = _matrix(weight)
+    (weight, leading), dy = _matrix(weight), _aligned(dy)
     dx = x.new_empty(x.shape) if needs.x else None
     dweight = _new_dweight(needs, weight)
     more = dy.data_ptr(), _address(dx), _address(dweight), *flags
@@ -152,6 +154,11 @@ def _wants_dweight(needs: Needs) -> int:
     return needs.weights * (1 if needs.main_grads is None else 2)
 
 
+def _gathered(link: Link, entries: int, x: Tensor) -> int:
+    """How much of `staged` is for `entries` that are gathered: by copy engines, they stay where peers write them."""
+    return entries if link[1] == "nccl" else min(entries, MOST_SMALL // x.element_size())
+
+
 def _all_reduced(link: Link, plan: Plan, features: int) -> tuple[int, int]:
     """Entries of `slot` and `staged`."""
     entries = (plan.total + ALL_REDUCE_BLOCKS * link[0].size) * features  # each block's shares are rounded up
@@ -166,7 +173,7 @@ def _run(
 ) -> None:  # fmt: skip
     """Call the extension. In entries of x's dtype: `slot` of memory that peers write (not by NCCL), and `staged` of
     this rank's own. `n`: output features, all ranks' where they are gathered."""
-    (communicator, tier), x = link, x.contiguous()
+    (communicator, tier), x = link, _aligned(x)
     dtype, itemsize, device = x.dtype, x.element_size(), x.get_device()
     if tier == "nccl":
         communicator.connect_nccl()
