@@ -38,6 +38,8 @@ def test_lists(capsys):
     assert len(lines) == 5 * 11 and "all_reduce 1 KiB  (quick)" in lines and "all_to_all 1 GiB" in lines
     assert comm("--list", "--quick", "--op", "broadcast") == 0
     assert len(capsys.readouterr().out.splitlines()) == 5
+    assert comm("--cpu", "--list", "--op", "broadcast") == 0
+    assert capsys.readouterr().out.splitlines()[-1] == "broadcast 16 MiB  (quick)"
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_help_teaches():
         assert f"--{name.replace('_', '-')}" in done.stdout
 
 
-def test_lists_without_a_gpu(capsys):
+def test_lists_without_a_gpu(capsys, monkeypatch):
     assert cli.main(["bench", "model", "--list", "--gpus", "4"]) == 0
     told = capsys.readouterr().out.splitlines()
     assert len(told) == 2 * (3 + 4) + 3 * 3
@@ -51,6 +51,10 @@ def test_lists_without_a_gpu(capsys):
     assert told == [f"train 8192 tokens TP {tp} fwd+bwd  (quick)" for tp in (1, 2)]
     assert cli.main(["bench", "model", "--list", "--gpus", "2", "--tp", "2", "--sequence", "64", "--op", "train"]) == 0
     assert capsys.readouterr().out.splitlines() == ["train 64 tokens TP 2 fwd", "train 64 tokens TP 2 fwd+bwd  (quick)"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert cli.main(["bench", "model", "--list", "--tp", "2,4", "--op", "train", "--quick"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert told == [f"train 8192 tokens {tp} fwd+bwd  (quick)" for tp in ("TP 2", "TP 4", "TP 2 x FSDP 2")]
 
 
 @pytest.mark.parametrize(

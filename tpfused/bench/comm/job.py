@@ -39,7 +39,8 @@ def execute(options: Mapping[str, Any]) -> int:
     device, found = find_device(options["cpu"])
     given = options["sizes"] is not None
     sizes = parse_sizes(options["sizes"]) if given else SIZES
-    if device == "cpu" and not given and not options["list"]:
+    # A list without a GPU is of what there is for one, unless it is the CPU that was asked about.
+    if device == "cpu" and not given and (options["cpu"] or not options["list"]):
         sizes = [size for size in sizes if size <= CPU_MOST]
     # Sizes that are given are all wanted: --quick then only means fewer rounds.
     chosen = select(OPERATIONS, partial(cases, sizes=sizes), options | {"quick": options["quick"] and not given})

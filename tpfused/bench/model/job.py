@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import lcm
 from typing import Any
 
 import torch
@@ -35,6 +36,8 @@ def execute(options: Mapping[str, Any]) -> int:
     worker = torchrun_worker(emit=lambda name, payload: None)
     found = torch.cuda.device_count() if device == "cuda" else options["gpus"] or 2
     world = worker.world if worker else options["gpus"] or found
+    if options["list"] and not options["gpus"]:
+        world = lcm(world or 1, *_numbers("tp", options["tp"]))  # as many as the degrees need
     size = _size(options)
     chosen = _cases(options, size, max(world, 1))
     if options["list"]:
