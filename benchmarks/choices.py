@@ -8,6 +8,7 @@ tpfused/kernels/choices.py); a card without entries uses those of another of its
 
 from __future__ import annotations
 
+import argparse
 import itertools
 import json
 import statistics
@@ -68,6 +69,10 @@ def write(card: str, rows: list[dict], path: Path) -> None:
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.parse_args()
+    if not torch.cuda.is_available():
+        sys.exit("choices.py: this needs a CUDA GPU, and torch finds none here")
     timer = GpuTimer()
     rows = []
     for m, (k, n) in itertools.product(TOKENS, FEATURES):

@@ -1,6 +1,9 @@
 """Which back end `linear_act` takes: the fastest at the nearest measured shape, and a safe one without measurements."""
 
 import json
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -60,3 +63,16 @@ def test_on_the_cpu_the_kernel_is_what_tests_run():
     x = SimpleNamespace(is_cuda=False)
     assert choices.choose(WAYS, x, 4, 0, False, False) == "triton"
     assert choices.choose(("cublas",), x, 4, 0, False, False) == "cublas"
+
+
+@pytest.mark.parametrize("options, code", [(["--help"], 0), ([], 1), (["--card"], 2)])
+def test_the_script_without_a_gpu(options, code):
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    script = Path(__file__).resolve().parents[2] / "benchmarks" / "choices.py"
+    done = subprocess.run([sys.executable, script, *options], capture_output=True, text=True, timeout=120)
+    assert done.returncode == code and "Traceback" not in done.stderr
+    if code == 0:
+        assert "linear_act" in done.stdout
+    if code == 1:
+        assert "needs a CUDA GPU" in done.stderr and done.stderr.count("\n") == 1
