@@ -1,6 +1,7 @@
 """`tpfused check`: what it refuses, a whole run on the CPU, and that it sees what is wrong."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -10,9 +11,10 @@ import torch
 
 import tpfused
 from tpfused import cli, reference
-from tpfused.checking import cases, worker
+from tpfused.checking import cases, job, worker
 from tpfused.checking.cases import LAYERS, OPERATIONS, Case
 from tpfused.checking.rule import Verdict, judge
+from tpfused.cli.check import EXAMPLES
 from tpfused.group import TPGroup
 from tpfused.kernels.decode import decode_attention
 from tpfused.layers import cache, mlp
@@ -66,6 +68,36 @@ def test_a_whole_run(tmp_path, capfd):
     assert all(row["ok"] and row["ratio"] <= 1 and not row["error"] for row in found["rows"])
     told = capfd.readouterr().out
     assert f"{len(found['rows'])} right, 0 wrong of {len(found['rows'])}" in told
+
+
+@pytest.mark.parametrize("options", [["--cpu"], ["--cpu", "--gpus", "16", "--seed", "5"], ["--gpus", "2"]])
+def test_tells_how_to_see_a_wrong_line_alone(options, capsys, monkeypatch):
+    runs = []
+
+    def run_workers(work, argument, world, on_event):
+        runs.append((argument["seed"], world, argument["device"], argument["cases"]))
+        for case in argument["cases"]:
+            on_event("answer", (0.5 if case.tp > 1 else 2.0, "result", ""))
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(job, "run_workers", run_workers)
+    assert cli.main(["check", *options]) == 1
+    told = capsys.readouterr().out.splitlines()[-1]
+    program, *again = shlex.split(told.partition(": ")[2])
+    assert program == "tpfused" and cli.main(again) == 1
+    *place, cases_of_all = runs[0]
+    *place_again, (alone,) = runs[1]
+    assert place == place_again and alone == next(case for case in cases_of_all if case.tp == 1)
+
+
+def test_the_examples_name_cases(monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    examples = [line for line in EXAMPLES.splitlines() if "--seed" in line]
+    assert len(examples) == 2
+    for line in examples:
+        assert cli.main([*shlex.split(line)[1:], "--list"]) == 0
+        assert len(capsys.readouterr().out.splitlines()) == 1
 
 
 @pytest.mark.parametrize("rank, group", [(0, 0), (2, 1), (3, 1)])

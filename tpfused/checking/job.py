@@ -36,7 +36,9 @@ def execute(options: Mapping[str, Any]) -> int:
     if options["json"] is not None:
         check_writable("json", options["json"])
     degrees = tuple(sorted({degree for degree in (1, 2, 4, 8) if world % degree == 0} | {world}))
-    chosen = [case for case in cases(degrees, TIERS[device], device == "cuda") if options["case"] in case.label]
+    known = cases(degrees, TIERS[device], device == "cuda")
+    chosen = [case for case in known if case.label == options["case"]]  # a line's name is no other's beginning
+    chosen = chosen or [case for case in known if options["case"] in case.label]
     if not chosen:
         raise UserError(f"no case has {options['case']!r} in its name: tpfused check --list shows them")
     if options["list"]:
@@ -82,6 +84,9 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
     print(f"{len(rows) - len(wrong)} right, {len(wrong)} wrong of {len(chosen)} in {seconds:.0f} s")
     for row in wrong:
         print(f"  wrong: {row['label']}: {row['error'] or row['tensor']}")
+    if wrong:
+        place = f"{'--cpu ' if device == 'cpu' else ''}--gpus {world}"  # all ranks: each group has data of its own
+        print(f'alone, on the same data: tpfused check {place} --seed {seed} --case "{wrong[0]["label"]}"')
     if options["json"] is not None:
         found = measured_on(card, world)
         meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}

@@ -18,8 +18,9 @@ examples:
   tpfused check --case all_gather_matmul   the cases with that in their name
   tpfused check --list                     what there is to check
   tpfused check --seed 7 --case "ParallelMLP bf16 tp2"
+  tpfused check --cpu --seed 7 --case "ParallelMLP fp64 tp2"
                                            a line of the run with that seed again,
-                                           on the same data
+                                           on the same data: on GPUs, on a CPU
   tpfused check --json check.json          keep the results
 
 A line's number is the largest error of any output or gradient on any rank, as a
@@ -36,7 +37,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = DESCRIPTION
     parser.epilog = EXAMPLES
     parser.usage = "tpfused check [options]"
-    parser.add_argument("--case", default="", metavar="TEXT", help="only cases with TEXT in their name")
+    parser.add_argument(
+        "--case", default="", metavar="TEXT", help="only the case of that name, or those with TEXT in it"
+    )
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, even where there is a GPU")
