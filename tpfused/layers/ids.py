@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from tpfused.group import TPGroup
 
 CHECK_MODES = ("async", "sync", "off")
 
@@ -31,8 +34,12 @@ class IdCheck:
     def __reduce__(self):
         return IdCheck, (self.what,)
 
-    def __call__(self, ids: Tensor, size: int, mode: str, ignore_index: int | None = None) -> bool:
+    def __call__(
+        self, ids: Tensor, size: int, mode: str, ignore_index: int | None = None, group: TPGroup | None = None
+    ) -> bool:
         """Whether some id may be out of range, which the next call will tell.
+
+        Of a `group` all ranks raise at once, if any does, by an all-reduce of two numbers.
 
         Raises:
             ValueError: an id of this call (at once) or of the previous one (on a GPU) is out of range.
@@ -46,7 +53,7 @@ class IdCheck:
         known = ids if ignore_index is None else ids.masked_fill(ids == ignore_index, 0)
         extremes = torch.stack(known.aminmax())
         if mode == "sync" or not ids.is_cuda:
-            self._check(extremes, size)
+            self._check(extremes, size, group)
             return False
         on_host = torch.empty_like(extremes, device="cpu", pin_memory=True).copy_(extremes, non_blocking=True)
         copied = torch.cuda.Event()
@@ -65,7 +72,18 @@ class IdCheck:
         copied.synchronize()
         self._check(on_host, size)
 
-    def _check(self, extremes: Tensor, size: int) -> None:
+    def _check(self, extremes: Tensor, size: int, group: TPGroup | None = None) -> None:
+        """`extremes`: the least id and the largest one."""
+        where = ""
+        if group is not None and group.size > 1:
+            extremes, where = _of_all_ranks(extremes, group), f" among those of {group.size} ranks"
         bad = [str(value) for value in extremes.tolist() if not 0 <= value < size]
         if bad:
-            raise ValueError(f"{self.what} must be in [0, {size}), found {' and '.join(bad)}")
+            raise ValueError(f"{self.what} must be in [0, {size}), found {' and '.join(bad)}{where}")
+
+
+def _of_all_ranks(extremes: Tensor, group: TPGroup) -> Tensor:
+    flip = extremes.new_tensor([-1, 0])  # bits, so that the least is the largest, without the overflow of a sign
+    largest = extremes ^ flip
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group.process_group)
+    return largest ^ flip

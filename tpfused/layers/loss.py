@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tpfused import checks, reference
+from tpfused.agreement import by_rank
 from tpfused.autograd import once_differentiable
 from tpfused.collectives import all_gather
 from tpfused.explanation import KERNEL, PLAIN, tell
-from tpfused.group import TPGroup, resolve_group
+from tpfused.group import TPGroup, exists, resolve_group
 from tpfused.kernels import cross_entropy as kernels
 from tpfused.layers.backend import why_plain
 from tpfused.layers.ids import IdCheck
 from tpfused.overlap.tiers import wanted
-from tpfused.sharding import padded_shard_size, shard_range, shard_size
+from tpfused.sharding import padded_shard_size, shard_range
 
 REDUCTIONS = ("mean", "sum", "none")
 _label_checks: dict[torch.device, IdCheck] = {}
+_equal_widths: set[tuple[dist.ProcessGroup, int]] = set()  # that all ranks of the group were found to have
 
 
 def vocab_parallel_cross_entropy(
@@ -44,12 +49,16 @@ def vocab_parallel_cross_entropy(
         logits: ``[..., vocabulary shard]``, floating; computed in float32 (float64 for float64). Not changed, unless
             `overwrite_logits`.
         target: int64 ``[...]``, global ids, the same on every rank; `ignore_index` marks tokens left out.
-        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are as wide as this one;
-            uneven shards, and gathered logits, are then taken for something else.
+        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are equally wide, and
+            gathered logits are taken for shards. The ranks compare their widths when one is new to them, and under
+            TORCH_DISTRIBUTED_DEBUG=DETAIL at each call, but not in compiled code or a CUDA graph's capture.
         label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
         z_loss: the weight of ``log(Z)**2``, added to each token's loss.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
-        check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN.
+        check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN. What
+            is told at once, on the CPU or with "sync", all ranks are told, in one small all-reduce. "async" on a GPU
+            waits for no one: of labels that differ between ranks, against the contract, one rank may raise alone, and
+            the others by their process group's time-out.
         group: the ProcessGroup over which the vocabulary is split.
         backend: "reference" forces the plain path, as ``with tpfused.tier("reference"):`` does.
         overwrite_logits: backward may write the gradient over the logits, which nothing else must need by then: their
@@ -59,8 +68,8 @@ def vocab_parallel_cross_entropy(
         float32 (float64 for float64 logits), the same on every rank.
 
     Raises:
-        ValueError: logits of the wrong width (gathered ones, say), shapes that do not match, a label outside the
-        vocabulary.
+        ValueError: logits of the wrong width (gathered ones, say), widths that differ between ranks without
+        `vocab_size`, shapes that do not match, a label outside the vocabulary.
         TypeError: labels that are not int64, logits that are not floating or of 8 bits.
     """
     checks.check_backend(backend)
@@ -69,7 +78,7 @@ def vocab_parallel_cross_entropy(
     if overwrite_logits and logits.is_leaf and logits.requires_grad:
         raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
-    check_labels(target, vocab_size, check, ignore_index)
+    check_labels(target, vocab_size, check, ignore_index, group)
     fused = backend is None and wanted[-1] != "reference" and kernels.supports(logits)
     tell("cross entropy", logits, KERNEL if fused else PLAIN, "" if fused else why_plain(logits, backend))
     if fused:
@@ -133,38 +142,51 @@ def _check_arguments(
     group: TPGroup,
 ) -> int:
     """-> the size of the whole vocabulary."""
-    for what, value in (("logits", logits), ("labels", target)):
-        if not isinstance(value, Tensor):
-            raise TypeError(f"{what} must be a tensor, not {type(value).__name__}")
-        checks.check_dense(value, "vocab_parallel_cross_entropy", f"the {what}")
-    for what, value in (("vocab_size", vocab_size), ("ignore_index", ignore_index)):
-        if not isinstance(value, int) and (what, value) != ("vocab_size", None):
-            raise TypeError(f"{what} must be an integer, not {value!r}")
-    if not logits.is_floating_point() or logits.dtype.itemsize < 2:
-        raise TypeError(f"logits must be floating-point of at least 16 bits, not {logits.dtype}")
+    checks.check_logits(logits, vocab_size, group, "vocab_parallel_cross_entropy")
+    if not isinstance(target, Tensor):
+        raise TypeError(f"labels must be a tensor, not {type(target).__name__}")
+    checks.check_dense(target, "vocab_parallel_cross_entropy", "the labels")
+    if not isinstance(ignore_index, int):
+        raise TypeError(f"ignore_index must be an integer, not {ignore_index!r}")
     if target.dtype != torch.int64:
         raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
     if logits.device != target.device:
         raise ValueError(f"the logits are on {logits.device}, the labels on {target.device}")
-    if logits.ndim < 1:
-        raise ValueError("logits must have a vocabulary dimension, got a single number")
     if logits.shape[:-1] != target.shape:
         raise ValueError(
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"not {tuple(target.shape)}"
         )
-    width = logits.shape[-1]
-    if vocab_size is None:
-        vocab_size = width * group.size
-    own = shard_size(vocab_size, group.size, group.rank)
-    if width != own:
-        gathered = " (are they gathered?)" if width == vocab_size else ""
-        raise ValueError(
-            f"rank {group.rank} of {group.size} owns {own} of a vocabulary of {vocab_size}, but the logits of shape "
-            f"{tuple(logits.shape)} are {width} wide{gathered}"
-        )
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
+    if vocab_size is None:
+        _check_equal_widths(logits, group)
+        return logits.shape[-1] * group.size
     return vocab_size
+
+
+def _check_equal_widths(logits: Tensor, group: TPGroup) -> None:
+    """Refuse, on every rank, shards that are not equally wide: each rank would take another size for the whole.
+
+    Once for a width, as it waits for all ranks. Where widths come to differ later, one rank's known already and the
+    other's new, that one waits for the process group's time-out.
+    """
+    if group.size == 1 or torch.compiler.is_compiling() or logits.is_meta:
+        return
+    known = group.process_group, logits.shape[-1]
+    if known in _equal_widths and dist.get_debug_level() != dist.DebugLevel.DETAIL:
+        return
+    if logits.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
+        widths = by_rank(logits.shape[-1], group.process_group)
+    if len(set(widths.values())) > 1:
+        told = ", ".join(f"rank {rank}'s {width}" for rank, width in widths.items())
+        raise ValueError(
+            f"without vocab_size= the logits of all ranks must be equally wide, but of {sum(widths.values())} entries "
+            f"these are {told}: give the size of the whole vocabulary as vocab_size="
+        )
+    _equal_widths.difference_update([width for width in _equal_widths if not exists(width[0])])
+    _equal_widths.add(known)
