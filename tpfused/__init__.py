@@ -10,6 +10,7 @@ if TYPE_CHECKING:
     from tpfused.checkpoint import load_full_state_dict as load_full_state_dict
     from tpfused.compat.megatron.softmax import FusedScaleMaskSoftmax as FusedScaleMaskSoftmax
     from tpfused.explanation import explain as explain
+    from tpfused.generation import vocab_parallel_argmax as vocab_parallel_argmax
     from tpfused.grad_norm import clip_grad_norm_ as clip_grad_norm_
     from tpfused.kernels.softmax import scale_mask_softmax as scale_mask_softmax
     from tpfused.layers.attention import ParallelAttention as ParallelAttention
@@ -66,6 +67,7 @@ _HOME = {
     "scale_mask_softmax": "tpfused.kernels.softmax",
     "set_timeout": "tpfused.overlap.communicator",
     "tier": "tpfused.overlap.tiers",
+    "vocab_parallel_argmax": "tpfused.generation",
     "vocab_parallel_cross_entropy": "tpfused.layers.loss",
 }
 

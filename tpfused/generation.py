@@ -7,14 +7,17 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from tpfused import checks
 from tpfused.collectives import gather_from_group
-from tpfused.group import TPGroup
+from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.cache import KVCache, with_attributes
 from tpfused.layers.ids import IdCheck
 from tpfused.parameter import check_size
 from tpfused.sharding import shard_range
 
 if TYPE_CHECKING:
+    import torch.distributed as dist
+
     from tpfused.layers.transformer import ParallelTransformer
 
 
@@ -86,18 +89,33 @@ def generate(
         return torch.cat(out, dim=-1)
 
 
-def vocab_parallel_argmax(logits_shard_v: Tensor, vocab_size: int, group: TPGroup) -> Tensor:
-    """The ids of the largest logits, of equals the lowest, as `torch.argmax` of the whole; the same on every rank.
+@torch.no_grad()
+def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: dist.ProcessGroup | TPGroup | None = None) -> Tensor:
+    """The likeliest tokens of logits whose vocabulary is split: `torch.argmax` of the whole, without gathering it.
 
-    `logits_shard_v` is ``[batch, vocabulary shard]``, the result int64 ``[batch]``. One all-gather of a value and an id
-    a rank, both as float64, which holds either exactly.
+    One all-gather of a value and an id a rank for each token, both as float64, which holds either exactly.
+
+    Args:
+        logits: ``[..., vocabulary shard]``, floating.
+        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says, evenly or not.
+        group: the ProcessGroup over which it is split; None: the default one.
+
+    Returns:
+        int64 ``[...]``, the same on every rank: of equal logits the lowest id.
+
+    Raises:
+        ValueError: logits of the wrong width (gathered ones, say), a vocabulary without an id.
+        TypeError: logits that are not floating or of 8 bits, a vocab_size that is not an integer.
     """
+    group = resolve_group(group)
+    check_size(vocab_size, "vocab_size")
+    checks.check_logits(logits, vocab_size, group, "vocab_parallel_argmax")
     start, stop = shard_range(vocab_size, group.size, group.rank)
     if start == stop:
-        best = logits_shard_v.new_full((2, logits_shard_v.shape[0]), -torch.inf, dtype=torch.float64)
+        best = logits.new_full((2, *logits.shape[:-1]), -torch.inf, dtype=torch.float64)
     else:
-        index = logits_shard_v.argmax(-1, keepdim=True)
-        value = logits_shard_v.gather(-1, index)
+        index = logits.argmax(-1, keepdim=True)
+        value = logits.gather(-1, index)
         best = torch.stack((value.squeeze(-1).double(), (index.squeeze(-1) + start).double()))
     values, ids = gather_from_group(best.unsqueeze(0), 0, group.size, group).unbind(1)
     # Of equal values the first rank's, whose ids are the lowest.

@@ -7,11 +7,10 @@ import pytest
 import torch
 
 from tests.compare import Block, assert_close, assert_within_rule, collectives_made, packed, refuses, twins
-from tpfused import ParallelTransformer, TransformerConfig, reference
+from tpfused import KVCache, ParallelTransformer, TransformerConfig, reference
 from tpfused.collectives import all_gather
-from tpfused.generation import sample, vocab_parallel_argmax
+from tpfused.generation import sample
 from tpfused.group import TPGroup, resolve_group
-from tpfused.layers.cache import KVCache
 
 SIZES = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "max_positions": 16, "head_dim": 2}
 GPT = TransformerConfig.gpt(ffn_size=12, **SIZES)
@@ -158,18 +157,6 @@ def check_greedy(ctx, tp, mode, seed, name):
     model.loss(out, out.long()).backward()  # what came out can be trained on
 
 
-def check_argmax(ctx, tp, seed):
-    """Equal logits on several ranks and on one, shards that are uneven or empty."""
-    block = Block(ctx, tp, "group", seed)
-    group = resolve_group(block.group)
-    for vocab_size in (3, 13, 50257):
-        for dtype in (torch.float64, torch.bfloat16):
-            logits = torch.randint(-2, 3, (5, vocab_size), device=ctx.device).to(dtype)
-            logits[0] = -torch.inf
-            found = vocab_parallel_argmax(block.own(logits, -1), vocab_size, group)
-            assert torch.equal(found, logits.argmax(-1)) and found.dtype == torch.int64
-
-
 def check_sampling(ctx, tp, seed):
     """One seed gives one result, which is the dense model's; ranks that were seeded apart still agree."""
     block = Block(ctx, tp, "group", seed)
@@ -228,6 +215,10 @@ def check_refusals(ctx, tp, mode):
     place = {"device": ctx.device, **block.place}
     model = ParallelTransformer(GPT, **place).eval()
     ids = draw_ids(block, GPT, 5)
+    for other in (torch.nn.Linear(2, 2), None, GPT, model.blocks[0]):
+        with refuses(TypeError, "KVCache", "ParallelTransformer", type(other).__name__):
+            KVCache(other, 2, 8)
+    KVCache(torch.compile(model), 2, 8)
     for args, told in (((2, 17), (17, 16)), ((0, 8), ("batch", 0)), ((2, -1), ("max_tokens", -1))):
         with refuses(ValueError, *told):
             KVCache(model, *args)
@@ -328,10 +319,6 @@ def test_a_step_can_be_a_graph(workers, tp, seed, name, with_padding):
 @configs
 def test_greedy_tokens_are_the_dense_models(workers, tp, mode, seed, name):
     workers.run(check_greedy, tp, mode, seed, name)
-
-
-def test_argmax_takes_the_lowest_of_equals(workers, tp, seed):
-    workers.run(check_argmax, tp, seed)
 
 
 def test_sampling_repeats_and_agrees(workers, tp, seed):

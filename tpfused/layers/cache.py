@@ -122,7 +122,7 @@ class KVCache:
 
     Raises:
         ValueError: a model that is not causal, sizes that do not fit, a length outside ``[0, max_tokens]``.
-        TypeError: sizes, padding or a length that are not integers.
+        TypeError: something else than a `ParallelTransformer`; sizes, padding or a length that are not integers.
     """
 
     def __init__(
@@ -134,6 +134,7 @@ class KVCache:
         padding: Tensor | None = None,
         dtype: torch.dtype | None = None,
     ):
+        _check_model(model)
         config = model.config
         check_size(batch, "batch")
         check_size(max_tokens, "max_tokens")
@@ -230,6 +231,14 @@ def with_attributes(module: nn.Module, **values: object) -> Iterator[None]:
     finally:
         for part, name, value in before:
             setattr(part, name, value)
+
+
+def _check_model(model: nn.Module) -> None:
+    from tpfused.layers.transformer import ParallelTransformer  # which needs this module
+
+    compiled = getattr(model, "_orig_mod", model)  # torch.compile's wrapper has the attributes of what it wraps
+    if not isinstance(compiled, ParallelTransformer):
+        raise TypeError(f"a KVCache is for a ParallelTransformer, not for {type(model).__name__}")
 
 
 def _check_padding(padding: Tensor, batch: int, max_tokens: int, device: torch.device) -> None:
