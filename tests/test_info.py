@@ -217,6 +217,17 @@ def test_choices(choices, monkeypatch, capsys):
     assert "  2 on 2 x GPU\n  1 on 4 x GPU\n  forced tier: nccl (TPFUSED_TIER)\n\n" in info.render(found)
 
 
+def test_a_forced_tier_that_does_not_exist(choices, monkeypatch, capsys):
+    """It is shown as what it is, and the package can be imported."""
+    monkeypatch.setenv("TPFUSED_TIER", "typo")
+    assert main(["info", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["choices"]["forced_tier"] == "typo" and "'nccl', 'p2p'" in found["choices"]["invalid"]
+    text = info.render(found)
+    assert f"  forced tier: none, operations raise: {found['choices']['invalid']}\n" in text
+    assert "TPFUSED_TIER must be one of" in text and "'typo'" in text and "typo (TPFUSED_TIER)" not in text
+
+
 def test_every_choice(choices, capsys):
     assert main(["info", "--choices"]) == 0
     assert capsys.readouterr().out == f"none are kept in {choices}\n"

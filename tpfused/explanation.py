@@ -110,11 +110,15 @@ class Explanation(tuple[Choice, ...]):
         times = [f"{name} us" for name in timed]
         table = [("operation", "rows", "in", "out", "dtype", "ranks", *times, "runs by", "why")]
         for choice in self:
-            sizes = choice.rows, choice.in_features, choice.out_features
-            shape = ["?" if size is None else f"{size:,}" for size in sizes]
+            shape = [size_text(size, ",") for size in (choice.rows, choice.in_features, choice.out_features)]
             times = [f"{choice.us[name]:,.1f}" if name in choice.us else "" for name in timed]
             table.append((choice.operation, *shape, choice.dtype, str(choice.ranks), *times, choice.tier, choice.why))
         return _table(table, right={1, 2, 3, *range(5, 6 + len(timed))})
+
+
+def size_text(size: int | None, form: str = "") -> str:
+    """A size, which this rank may not know."""
+    return "?" if size is None else format(size, form)
 
 
 def _table(rows: list[tuple[str, ...]], right: Collection[int] = ()) -> str:

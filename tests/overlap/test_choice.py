@@ -220,7 +220,7 @@ def test_a_forced_tier_is_not_measured(workers, tmp_path):
     workers.run(check_forced, tmp_path)
 
 
-@pytest.mark.parametrize("value, expected", [(None, "measured"), ("", "measured"), ("p2p", "p2p")])
+@pytest.mark.parametrize("value, expected", [(None, "measured"), ("", "measured"), ("p2p", "p2p"), ("typo", "typo")])
 def test_environment_variable(value, expected):
     code = "from tpfused.overlap.tiers import wanted; print(*wanted)"
     environment = os.environ | {"TPFUSED_TIER": value} if value is not None else os.environ

@@ -1,5 +1,6 @@
 """A communicator that one rank cannot make: none waits for it. On a CPU, with a fake of the compiled extension."""
 
+import re
 import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -116,3 +117,27 @@ def check_calls_that_differ(ctx):
 
 def test_calls_that_differ_are_told_by_global_ranks(workers):
     workers.run(check_calls_that_differ)
+
+
+def check_calls_of_unknown_sizes(ctx):
+    shape = 8, None if ctx.rank else 3, None
+    with pytest.raises(ValueError, match=r"rank 0: op, 8 rows, 3 -> \? features.*; rank 1: op, 8 rows, \? -> \? feat"):
+        communicator.check_agreement(resolve_group(), "op", shape, torch.float32, "p2p")
+
+
+def test_a_size_that_a_rank_does_not_know_is_a_question_mark(workers):
+    workers.run(check_calls_of_unknown_sizes)
+
+
+@pytest.mark.parametrize(
+    "seconds, error",
+    [("x", TypeError), (None, TypeError), (True, TypeError), ([1], TypeError)]
+    + [(seconds, ValueError) for seconds in (-1, 0, float("nan"), float("inf"))],
+)
+def test_a_time_out_that_is_none_is_refused(monkeypatch, seconds, error):
+    monkeypatch.setattr(communicator, "_timeout", 600.0)
+    with pytest.raises(error, match=f"time-out.*{re.escape(repr(seconds))}"):
+        communicator.set_timeout(seconds)
+    assert communicator._timeout == 600.0
+    communicator.set_timeout(30)
+    assert communicator._timeout == 30.0

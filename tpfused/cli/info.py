@@ -17,6 +17,7 @@ import tpfused
 from tpfused import extension
 from tpfused.cli.errors import UserError
 from tpfused.overlap import saved
+from tpfused.overlap.tiers import why_invalid
 
 UNKNOWN = "unknown"
 KERNELS = "embedding, rotary positions, attention to a cache, gated activation, masked softmax, cross entropy"
@@ -46,6 +47,8 @@ def collect() -> dict:
     gpus = _gpus(torch)
     smi = _nvidia_smi_gpus()
     built = _extension(torch, gpus)
+    forced = os.environ.get("TPFUSED_TIER") or None
+    invalid = why_invalid(forced) if forced else ""
     return {
         "versions": {
             "tpfused": tpfused.__version__,
@@ -62,7 +65,8 @@ def collect() -> dict:
         "choices": {
             "kept_in": str(saved.path()),
             "measured": saved.load(),
-            "forced_tier": os.environ.get("TPFUSED_TIER") or None,
+            "forced_tier": forced,
+            **({"invalid": invalid} if invalid else {}),
         },
         "uses": _uses(torch, gpus, built),
     }
@@ -88,7 +92,9 @@ def render(info: dict) -> str:
     choices = info["choices"]
     lines += ["", "Measured choices of overlapped operations", f"  kept in: {choices['kept_in']}"]
     lines += [f"  {len(cases)} on {place}" for place, cases in choices["measured"].items()] or ["  none yet"]
-    if choices["forced_tier"]:
+    if "invalid" in choices:
+        lines.append(f"  forced tier: none, operations raise: {choices['invalid']}")
+    elif choices["forced_tier"]:
         lines.append(f"  forced tier: {choices['forced_tier']} (TPFUSED_TIER)")
     lines += ["", "Will be used"]
     lines += [f"  {key}: {value}" for key, value in info["uses"].items()]

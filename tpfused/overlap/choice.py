@@ -21,16 +21,15 @@ from torch import Tensor
 
 import tpfused
 from tpfused.agreement import by_rank
-from tpfused.explanation import Choice
+from tpfused.explanation import Choice, size_text
 from tpfused.group import TPGroup, exists
 from tpfused.overlap import saved
-from tpfused.overlap.communicator import TYPES, Communicator, check_agreement, communicator_of, exchange
+from tpfused.overlap.communicator import TYPES, Communicator, Shape, check_agreement, communicator_of, exchange
 from tpfused.overlap.measure import fastest, measure
-from tpfused.overlap.tiers import NAMES, PLAIN, TIERS, exact, wanted
+from tpfused.overlap.tiers import PLAIN, TIERS, exact, wanted, why_invalid
 
 Chosen = tuple[Communicator, str] | None
 Attempt = Callable[[Chosen], object]
-Shape = tuple[int, int | None, int | None]
 
 MOST = 4096  # shapes that are known, cases that are listed, and of one group cases that are measured
 
@@ -107,7 +106,7 @@ def _look_closer(key: tuple, operation: str, group: TPGroup, x: Tensor, shape: S
         place, tier, why = _settled(operation, group, x, shape, capturing)
         us, is_measured = {}, tier is None
         if is_measured:
-            case_text, call = (f"{operation} {dtype} {_text(sizes)}" for sizes in (size, shape))
+            case_text, call = (f"{operation} {dtype} {' '.join(map(size_text, sizes))}" for sizes in (size, shape))
             tier, why, us = _agreed(case_text, call, place, group, x.device, attempt)
     chosen = None if tier == "reference" else (place.communicator, tier)
     if case in _listed or len(_listed) < MOST:
@@ -129,8 +128,8 @@ def _settled(
 ) -> tuple[_Place, str | None, str]:
     """The tier where that needs no measuring, and why; None where it does."""
     name = wanted[-1]
-    if name not in NAMES:
-        raise ValueError(f"TPFUSED_TIER must be one of {NAMES}, not {name!r}")
+    if told := why_invalid(name):
+        raise ValueError(told)
     why_plain = _why_plain(group, x, shape)
     if why_plain:
         if name in TIERS:
@@ -188,10 +187,6 @@ def _agreed(
     if is_first and not failures:  # a failure may have been for want of memory, which another process has
         saved.save(place.name, case, us)
     return fastest(us), "; ".join(["measured", *(f"{tier} failed on {what}" for tier, what in failures.items())]), us
-
-
-def _text(shape: Shape) -> str:
-    return " ".join("?" if n is None else str(n) for n in shape)
 
 
 def _place_of(group: TPGroup, device: torch.device, capturing: bool) -> _Place:

@@ -7,6 +7,8 @@ other's memory, buffers that the peers write.
 from __future__ import annotations
 
 import warnings
+from math import isfinite
+from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +17,13 @@ import torch.distributed as dist
 
 from tpfused import extension
 from tpfused.agreement import attempt, by_rank
+from tpfused.explanation import size_text
 from tpfused.group import TPGroup, exists
 
 FIRST_SLOT = 2**20  # bytes of each of the peers' buffers at first
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
+Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
 WORKSPACE = {code: 2 * (2 if code == TYPES[torch.float32] else 32) * 2**20 for code in (*TYPES.values(), TF32)}
@@ -149,11 +153,18 @@ def set_timeout(seconds: float) -> None:
     """How long an overlapped operation may wait for other ranks, once the GPU has come to it; 600 s if not set.
 
     One that waits longer is given up: a line on stderr names the operation and the ranks that are missing, the GPU goes
-    on, and the group's next operation raises RuntimeError.
+    on, and the group's next operation raises RuntimeError. The plain path, as on a CPU, has the time-out of torch's
+    process group instead: ``init_process_group(timeout=...)``.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is not positive, or not finite.
     """
     global _timeout
-    if not seconds > 0:
-        raise ValueError(f"the time-out must be positive, not {seconds}")
+    if not isinstance(seconds, Real) or isinstance(seconds, bool):
+        raise TypeError(f"the time-out must be a number of seconds, not {seconds!r}")
+    if not (seconds > 0 and isfinite(seconds)):
+        raise ValueError(f"the time-out must be positive and finite, not {seconds}")
     _timeout = float(seconds)
     for communicator in filter(None, _communicators.values()):
         communicator.set_timeout(_timeout)
@@ -183,7 +194,7 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
 _communicators: dict[tuple[dist.ProcessGroup, torch.device], Communicator | None] = {}
 
 
-def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int], dtype: torch.dtype, tier: str) -> None:
+def check_agreement(group: TPGroup, operation: str, shape: Shape, dtype: torch.dtype, tier: str) -> None:
     """A collective, for when ranks may not mean the same call.
 
     Raises:
@@ -193,7 +204,7 @@ def check_agreement(group: TPGroup, operation: str, shape: tuple[int, int, int],
     calls = by_rank((operation, shape, str(dtype), tier), group.process_group)
     if len(set(calls.values())) > 1:
         told = "; ".join(
-            f"rank {rank}: {name}, {rows} rows, {k} -> {n} features, {kind}, tier {by}"
+            f"rank {rank}: {name}, {size_text(rows)} rows, {size_text(k)} -> {size_text(n)} features, {kind}, tier {by}"
             for rank, (name, (rows, k, n), kind, by) in calls.items()
         )
         raise ValueError(f"the ranks of a group make different calls: {told}")

@@ -16,7 +16,12 @@ TIERS = ("nccl", "p2p")  # in the extension's order
 PLAIN = ("sequential", "reference")  # torch's collective before or after the whole matmul
 NAMES = ("measured", "first", *TIERS, *PLAIN)
 exact = [False]  # whether all tiers must give the same bits; as of those wanted, the last one counts
-wanted = [os.environ.get("TPFUSED_TIER") or "measured"]
+wanted = [os.environ.get("TPFUSED_TIER") or "measured"]  # whatever it says: operations raise, an import must not
+
+
+def why_invalid(name: str, what: str = "TPFUSED_TIER") -> str:
+    """Empty, or that `what` must be another."""
+    return "" if name in NAMES else f"{what} must be one of {NAMES}, not {name!r}"
 
 
 @contextmanager
@@ -36,8 +41,8 @@ def tier(name: str) -> Iterator[None]:
         ValueError: there is no such tier. The operations inside raise it where their group lacks the tier; what no tier
         can run (tensors on the CPU, float64, ...) takes the plain path, and says so in a warning.
     """
-    if name not in NAMES:
-        raise ValueError(f"tier must be one of {NAMES}, not {name!r}")
+    if told := why_invalid(name, "tier"):
+        raise ValueError(told)
     wanted.append(name)
     try:
         yield
