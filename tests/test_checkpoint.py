@@ -1,13 +1,16 @@
 """Whole state dicts out of and into every layout, at every degree, and the optimizer's beside them."""
 
+import sys
 import weakref
 from collections.abc import Mapping
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
 
+import tpfused
 from tests.compare import assert_close
 from tests.layouts import (
     backward,
@@ -47,6 +50,26 @@ def assert_equal(state, expected):
 
 
 # Models
+
+
+def check_no_safetensors(ctx, folder):
+    """On all ranks, or on the last one alone: all are told before anything is read or written."""
+    model = tpfused.ColumnParallelLinear(4, 8, device=ctx.device)
+    tpfused.save_sharded(model, folder)
+    before = sorted(file.name for file in folder.iterdir())
+    for hidden in (True, ctx.rank == ctx.world - 1):
+        with patch.dict(sys.modules, {"safetensors": None, "safetensors.torch": None} if hidden else {}):
+            for call in (tpfused.load_sharded, tpfused.save_sharded):
+                with pytest.raises(ImportError, match=f"{call.__name__} .*pip install safetensors"):
+                    call(model, folder)
+            assert len(full_state_dict(model)) == (2 if ctx.rank == 0 else 0)  # which needs none
+    assert sorted(file.name for file in folder.iterdir()) == before
+    tpfused.load_sharded(model, folder)
+
+
+def test_without_safetensors(workers, tmp_path):
+    pytest.importorskip("safetensors")
+    workers.run(check_no_safetensors, tmp_path)
 
 
 def check_layout(ctx, config, layout, tp, seed):

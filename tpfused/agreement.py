@@ -13,7 +13,7 @@ import torch.distributed as dist
 T = TypeVar("T")
 # Ranks that hear of an exception raise one of these of its kinds; RuntimeError for others, which may take other
 # arguments than a text.
-_KINDS = (FileNotFoundError, OSError, NotImplementedError, TypeError, ValueError)
+_KINDS = (FileNotFoundError, OSError, ImportError, NotImplementedError, TypeError, ValueError)
 
 
 class Failure(NamedTuple):

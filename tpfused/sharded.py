@@ -47,6 +47,7 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
         ValueError: tensors are missing, not the model's, or of another shape (all are listed), or in two files; a file
             that is broken; buffers on the meta device that cannot be computed.
+        ImportError: safetensors is not installed.
 
         On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
         read is raised on every rank, too, but parts have been loaded.
@@ -64,6 +65,7 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
 def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, StoredTensor]:
     """All that the model needs, and nothing else, by its names."""
+    _check_safetensors("load_sharded")
     found = _by_names_of(model, _open(Path(path), files))
     expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
     check_state(found, expected)
@@ -105,6 +107,7 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
             `path` that is none, models that differ between ranks.
         OSError: rank 0 could not write, and the earlier checkpoint is still there; or it could not delete what the new
             one, which is whole, replaces.
+        ImportError: safetensors is not installed.
 
         On every rank, where it concerns one.
     """
@@ -133,6 +136,7 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
 
 def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[str]:
     """What is in the model, in words."""
+    _check_safetensors("save_sharded")
     Path(path)  # which refuses what is none
     check_size(max_file_bytes, "max_file_bytes")
     entries = list(model_entries(model))
@@ -140,6 +144,13 @@ def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[st
     if on_meta:
         raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save")
     return [f"{entry.names[0]} {list(whole_shape(entry.tensor))} {entry.tensor.dtype}" for entry in entries]
+
+
+def _check_safetensors(function: str) -> None:
+    try:
+        import safetensors  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{function} needs safetensors: pip install safetensors ({error})") from error
 
 
 class StoredTensor:
