@@ -24,7 +24,7 @@ Product product_of(const AllGatherMatmul& o, const Column& column, Matrix x, int
 void few_rows(Group& group, const AllGatherMatmul& o, Workspace& workspace, cudaStream_t stream) {
   const int64_t row_bytes = o.k * static_cast<int64_t>(size_of(o.type));
   char* of_matmul = workspace.take(workspace_bytes(o.type));
-  char* all = workspace.take(o.rows.total() * row_bytes);
+  void* all = o.all ? o.all : workspace.take(o.rows.total() * row_bytes);
   small_gather(group, o.rows, row_bytes, o.x, all, stream);
   for (const Column& column : o.columns) {
     group.matmul(o.type).run(product_of(o, column, matrix(all, o.k), 0, o.rows.total(), 1), stream, of_matmul);
@@ -40,7 +40,7 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
-  auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, false, workspace);
+  auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, o.all != nullptr, workspace);
   for (int step = 0; step < group.size; ++step) {
     int owner = (group.rank + step) % group.size;
     auto lane = step % 2 ? Tiles::beside : Tiles::caller;
@@ -55,6 +55,12 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
       if (step + 1 < group.size) product.spared = gather->processors();  // the last peer's rows have arrived by then
       tiles.multiply(lane, product);
     }
+  }
+  if (o.all) {
+    for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, group.transfers);
+    check(cudaMemcpyAsync(o.all, gather->all(), tiles.bytes(o.rows.total() * o.k), cudaMemcpyDeviceToDevice,
+                          group.transfers),
+          "cudaMemcpyAsync");
   }
   tiles.join(Tiles::caller, Tiles::beside);
   tiles.end();

@@ -6,11 +6,11 @@
 namespace tpfused {
 namespace {
 
-Product wgrad(const ColumnBackward& o, const ColumnGradient& column, const char* x) {
+Product wgrad(const ColumnBackward& o, const ColumnGradient& column, const void* x) {
   return {matrix(column.dpre, column.n, true), matrix(x, o.k), matrix(column.dw, o.k), column.n, o.k, o.rows.total()};
 }
 
-Product wgrad(const RowBackward& o, const char* dy) {
+Product wgrad(const RowBackward& o, const void* dy) {
   return {matrix(dy, o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
 }
 
@@ -28,10 +28,14 @@ void few_rows(Group& group, const ColumnBackward& o, Workspace& workspace, cudaS
     small_scatter(group, o.rows, o.k, o.type, part, nullptr, o.dx, stream);
   }
   if (o.wants_dw == Dw::none) return;
-  char* all = workspace.take(rows * row_bytes);
-  small_gather(group, o.rows, row_bytes, o.x, all, stream);
+  const void* x = o.x;
+  if (!o.whole) {
+    char* all = workspace.take(rows * row_bytes);
+    small_gather(group, o.rows, row_bytes, o.x, all, stream);
+    x = all;
+  }
   for (const ColumnGradient& column : o.columns) {
-    matmul.run(weight_gradient(wgrad(o, column, all), o.wants_dw), stream, of_matmul);
+    matmul.run(weight_gradient(wgrad(o, column, x), o.wants_dw), stream, of_matmul);
   }
 }
 
@@ -57,7 +61,7 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
   std::unique_ptr<Gather> gather;
   const bool wants_dw = o.wants_dw != Dw::none;
-  if (wants_dw) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace);
+  if (wants_dw && !o.whole) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace);
 
   const int64_t own = o.rows.by_rank().count(group.rank);
   std::unique_ptr<Parts> parts;
@@ -69,10 +73,9 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
     tiles.join(Tiles::beside, Tiles::caller);
   }
   if (wants_dw) {
-    for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
-    for (const ColumnGradient& column : o.columns) {
-      tiles.multiply(Tiles::caller, wgrad(o, column, gather->all()), o.wants_dw);
-    }
+    for (int owner = 0; gather && owner < group.size; ++owner) gather->arrive(owner, stream);
+    const void* x = gather ? gather->all() : o.x;
+    for (const ColumnGradient& column : o.columns) tiles.multiply(Tiles::caller, wgrad(o, column, x), o.wants_dw);
   }
   if (o.wants_dx) {
     auto beside = tiles.stream(Tiles::beside);

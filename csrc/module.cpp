@@ -248,10 +248,11 @@ bool parse_each(PyObject* sequence, std::vector<std::array<long long, Width>>* a
 
 PyObject* run_all_gather_matmul(PyObject*, PyObject* args) {
   Call c;
+  long long all;
   PyObject* columns;
   std::vector<std::array<long long, 7>> each;
-  if (!c.parse(args, "all_gather_matmul", "O", {&columns}) || !parse_each<7>(columns, &each)) return nullptr;
-  AllGatherMatmul operation{c.rows(), c.k, at<void>(c.x), {}, c.type()};
+  if (!c.parse(args, "all_gather_matmul", "LO", {&all, &columns}) || !parse_each<7>(columns, &each)) return nullptr;
+  AllGatherMatmul operation{c.rows(), c.k, at<void>(c.x), {}, c.type(), at<void>(all)};
   for (auto [n, w, leading, y, activation, bias, pre] : each) {
     operation.columns.push_back(
         {{at<void>(w), leading}, n, at<void>(y), static_cast<Activation>(activation), at<void>(bias), at<void>(pre)});
@@ -270,13 +271,13 @@ PyObject* run_matmul_reduce_scatter(PyObject*, PyObject* args) {
 PyObject* run_column_backward(PyObject*, PyObject* args) {
   Call c;
   long long dx;
-  int wants_dx, wants_dw;
+  int whole, wants_dx, wants_dw;
   PyObject* columns;
   std::vector<std::array<long long, 5>> each;
-  if (!c.parse(args, "column_backward", "LiiO", {&dx, &wants_dx, &wants_dw, &columns})) return nullptr;
+  if (!c.parse(args, "column_backward", "iLiiO", {&whole, &dx, &wants_dx, &wants_dw, &columns})) return nullptr;
   if (!parse_each<5>(columns, &each)) return nullptr;
-  ColumnBackward operation{c.rows(), c.k, at<void>(c.x), at<void>(dx), {}, wants_dx != 0, static_cast<Dw>(wants_dw),
-                           c.type()};
+  ColumnBackward operation{
+      c.rows(), c.k, at<void>(c.x), whole != 0, at<void>(dx), {}, wants_dx != 0, static_cast<Dw>(wants_dw), c.type()};
   for (auto [n, w, leading, dpre, dw] : each) {
     operation.columns.push_back({at<void>(dpre), {at<void>(w), leading}, n, at<void>(dw)});
   }
@@ -377,13 +378,13 @@ PyMethodDef methods[] = {
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},
     {"all_gather_matmul", run_all_gather_matmul, METH_VARARGS,
      "all_gather_matmul(" CALL_NAMES
-     "columns), each n, w, w_leading, y, activation, bias, pre, in place of those before; "
+     "all, columns), each n, w, w_leading, y, activation, bias, pre, in place of those before; "
      "see operations.h."},
     {"matmul_reduce_scatter", run_matmul_reduce_scatter, METH_VARARGS,
      "matmul_reduce_scatter(" CALL_NAMES "y, bias); see operations.h."},
     {"column_backward", run_column_backward, METH_VARARGS,
      "column_backward(" CALL_NAMES
-     "dx, wants_dx, wants_dw, columns), each n, w, w_leading, dpre, dw, in place of those "
+     "whole, dx, wants_dx, wants_dw, columns), each n, w, w_leading, dpre, dw, in place of those "
      "before; see operations.h."},
     {"row_backward", run_row_backward, METH_VARARGS,
      "row_backward(" CALL_NAMES "dy, dx, dw, wants_dx, wants_dw); see operations.h."},

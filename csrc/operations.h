@@ -40,6 +40,7 @@ struct AllGatherMatmul {
   const void* x;  // contiguous [own rows, k]
   std::vector<Column> columns;
   Type type;
+  void* all = nullptr;  // or contiguous [total, k], which receives all rows
 };
 void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& operation, Workspace workspace,
                        cudaStream_t stream);
@@ -60,7 +61,7 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
 
 // The backward pass of `all_gather_matmul` below its activations. From each dpre [total, n]: dx [own rows, k], this
 // rank's rows of the sum over the ranks and layers of dpre @ w; and dw [n, k] = dpre.T @ x. x is gathered again beside
-// the first matmuls, and the last ones hide the exchange of the first ones' parts.
+// the first matmuls, unless it is `whole`, and the last ones hide the exchange of the first ones' parts.
 struct ColumnGradient {
   const void* dpre;  // contiguous
   Weight w;          // [n, k]
@@ -70,8 +71,9 @@ struct ColumnGradient {
 struct ColumnBackward {
   Rows rows;
   int64_t k;
-  const void* x;  // contiguous [own rows, k]
-  void* dx;       // contiguous
+  const void* x;  // contiguous [own rows, k], or [total, k] if `whole`
+  bool whole;
+  void* dx;  // contiguous
   std::vector<ColumnGradient> columns;
   bool wants_dx;  // the same on every rank, of which some may have no rows of them
   Dw wants_dw;    // likewise, whether any

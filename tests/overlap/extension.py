@@ -89,14 +89,17 @@ class Call:
             self.at(pre, *y.shape).copy_(y)
         return activate(y, EPILOGUES[epilogue])
 
-    def all_gather_matmul(self, columns) -> None:
+    def all_gather_matmul(self, gathered, columns) -> None:
         x = self.gathered(self.read(self.x, self.own, self.k))
+        if gathered:
+            self.at(gathered, self.total, self.k).copy_(x)
         for n, w, leading, y, epilogue, bias, pre in columns:
             result = self.multiply(x, self.read(w, n, self.k, leading), epilogue, bias, pre)
             self.at(y, self.total, n).copy_(result)
 
-    def column_backward(self, dx, wants_dx, wants_dw, columns) -> None:
-        x = self.gathered(self.read(self.x, self.own, self.k)) if wants_dw else None
+    def column_backward(self, whole, dx, wants_dx, wants_dw, columns) -> None:
+        x = self.read(self.x, self.total if whole else self.own, self.k) if wants_dw else None
+        x = x if whole or not wants_dw else self.gathered(x)
         parts = torch.zeros(self.total, self.k)
         for n, w, leading, dpre, dw in columns:
             dpre = self.read(dpre, self.total, n)

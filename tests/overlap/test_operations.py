@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.compare import Block, compare, refuses
+from tests.overlap import extension
 from tests.overlap.extension import stand_in
 from tpfused.explanation import explain
 from tpfused.kernels.activations import ACTIVATIONS
@@ -29,6 +30,12 @@ SHAPE, K, N = (7, 5), 6, 10  # x is [7, 5, 6]: either of its first dimensions ma
 CASES = [
     (all_gather_matmul, (0, 0, 0), {"activation": "gelu_tanh", "total_len": SHAPE[0]}),
     (all_gather_matmul, (1, 0, 0), {"activation": "relu", "total_len": SHAPE[1], "sequence_dim": 1}),
+    (all_gather_matmul, (0, 0, 0), {"activation": "gelu_tanh", "total_len": SHAPE[0], "save_gathered": True}),
+    (
+        all_gather_matmul,
+        (1, 0, 0),
+        {"activation": "relu", "total_len": SHAPE[1], "sequence_dim": 1, "save_gathered": True},
+    ),
     (all_gather_matmul, (0, 0, 0), {"total_len": SHAPE[0], "out_features": N}),
     (matmul_reduce_scatter, (-1, 1, None), {"in_features": K}),
     (matmul_reduce_scatter, (-1, 1, None), {"sequence_dim": 1}),
@@ -91,11 +98,10 @@ def check_all_gather_matmul(ctx, tp, seed):
             if with_bias:
                 mine["bias"] = block.own(bias, 0)
             mine = {key: value.detach().clone().requires_grad_() for key, value in mine.items()}
+            place = {"sequence_dim": dim, "total_len": tokens, "save_gathered": index % 3 == 0} | block.place
             poison(ctx, grad)
             with forced(ctx, tp, name):
-                out = all_gather_matmul(
-                    *mine.values(), activation=activation, sequence_dim=dim, total_len=tokens, **block.place
-                )
+                out = all_gather_matmul(*mine.values(), activation=activation, **place)
                 poison(ctx, grad)
                 out.backward(block.own(grad, -1))
             actual = {"out": out.detach()} | {key: value.grad for key, value in mine.items()}
@@ -107,6 +113,33 @@ def check_all_gather_matmul(ctx, tp, seed):
             parts = {"out": -1, "x": dim, "weight": 0, "bias": 0}
             what = f"{name} {dtype} {tokens, batch, k, n} {activation} dim {dim}"
             check(block, actual, dense, inputs, grad, parts, what)
+
+
+def check_saved_rows(ctx, tp):
+    """What is saved for backward, and on a CPU, by the stand-in, that backward gathers nothing else."""
+    block = Block(ctx, tp, "group", 0)
+    rows, k = 4, 16
+    saved, gathered = [], []
+
+    def gather(call, own):
+        gathered.append(own.shape)
+        return own.repeat(tp, 1)
+
+    for save_gathered, needs_weight in product((False, True), (False, True)):
+        x = torch.ones(rows, k, device=ctx.device, requires_grad=True)
+        weight = torch.ones(8, k, device=ctx.device, requires_grad=needs_weight)
+        saved.clear(), gathered.clear()
+        with forced(ctx, tp, "p2p"), pytest.MonkeyPatch.context() as patch:
+            with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t.shape) or t, lambda t: t):
+                y = all_gather_matmul(x, weight, save_gathered=save_gathered, **block.place)
+            patch.setattr(extension.Call, "gathered", gather)
+            y.sum().backward()
+        is_whole = save_gathered and needs_weight
+        if tp > 1:
+            assert saved[0] == (rows * tp if is_whole else rows, k), (save_gathered, needs_weight)
+        if tp > 1 and ctx.device.type == "cpu":
+            assert len(gathered) == (needs_weight and not is_whole)
+        assert x.grad.shape == x.shape and (weight.grad is not None) == needs_weight
 
 
 def check_several_weights(ctx, tp, seed):
@@ -141,6 +174,7 @@ def several_weights_case(ctx, block, name, dtype, activation, dim, with_bias):
 
     mine = {key: part(key, value).detach().clone().requires_grad_() for key, value in inputs.items()}
     options = {"sequence_dim": dim, "total_len": inputs["x"].shape[dim], "out_features": features}
+    options["save_gathered"] = dim == 1
     with forced(ctx, block.tp, name):
         outs = all_gather_matmul(mine["x"], *lists(mine), activation, **options, **block.place)
         torch.cat(outs, -1).backward(part("out", grad))
@@ -293,6 +327,10 @@ def check_refusals(ctx, tp):
 
 def test_all_gather_matmul(workers, tp, seed):
     workers.run(check_all_gather_matmul, tp, seed)
+
+
+def test_saved_rows(workers, tp):
+    workers.run(check_saved_rows, tp)
 
 
 def test_several_weights(workers, tp, seed):

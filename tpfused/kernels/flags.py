@@ -16,13 +16,13 @@ def flags(device: torch.device) -> torch.Tensor:
     """
     if device.type != "cuda":
         return torch.zeros(FLAGS, dtype=torch.int32, device=device)
-    capturing = torch.cuda.is_current_stream_capturing()
+    capturing = torch._C._cuda_isCurrentStreamCapturing()
     known = _slots.get(device)
     if known is None and not capturing:
         known = _slots[device] = _Slots(device)
     found = None
     if known is not None:
-        found = known.take() if capturing else known.of_stream(torch.cuda.current_stream(device).cuda_stream)
+        found = known.take() if capturing else known.of_stream(torch._C._cuda_getCurrentRawStream(device.index))
     return torch.zeros(FLAGS, dtype=torch.int32, device=device) if found is None else found
 
 

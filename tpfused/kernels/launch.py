@@ -76,7 +76,8 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
     if INTERPRET:
         return kernel[grid](*args, **constants)
     values = [constants[name] for name in kernel.arg_names[len(args) :]]
-    key = [id(kernel), torch.cuda.current_device(), num_warps, num_stages, *values]
+    device = torch.cuda.current_device()
+    key = [id(kernel), device, num_warps, num_stages, *values]
     for x in args:  # in line: a call for each would cost as much again
         kind = type(x)
         if kind is int:
@@ -92,7 +93,7 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
     if compiled is None:
         _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
     else:
-        compiled[(*grid, 1, 1)[:3]](*args, *values)
+        compiled[(*grid, 1, 1)[:3]](*args, *values, stream=torch._C._cuda_getCurrentRawStream(device))
 
 
 # By what Triton compiles for: dtype and 16-byte alignment of a pointer, dtype and block of a descriptor, whether an

@@ -43,6 +43,8 @@ class ColumnParallelLinear(LinearParameters):
             shape, backward adds the weight's gradient to that, in float32, and ``weight.grad`` stays None. This is
             Megatron-LM's convention: where it has set `grad_added_to_main_grad`, that becomes True, and `grad` zeros.
             `clip_grad_norm_` counts and scales it; `copy.deepcopy` leaves it behind, as all attributes of parameters.
+        save_gathered: under sequence parallelism, keep all ranks' tokens for the weight's gradient instead of gathering
+            them again: more memory, one all-gather less.
         group, mesh: a ProcessGroup (plain parameters; None: the default group, or one process) or a one-dimensional
             DeviceMesh (DTensor parameters).
 
@@ -70,6 +72,7 @@ class ColumnParallelLinear(LinearParameters):
         sequence_dim: int = 0,
         backend: str | None = None,
         accumulate_main_grad: bool = False,
+        save_gathered: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -98,6 +101,7 @@ class ColumnParallelLinear(LinearParameters):
         self.activation = activation
         self.skip_bias_add = skip_bias_add
         self.sequence_dim = sequence_dim
+        self.save_gathered = save_gathered
 
     def forward(self, x: Tensor, *, total_len: int | None = None) -> Tensor | tuple[Tensor, Tensor | None]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism."""
@@ -115,6 +119,7 @@ class ColumnParallelLinear(LinearParameters):
             gather_output=self.gather_output,
             backend=self.backend,
             main_grad=main_grad,
+            save_gathered=self.save_gathered,
         )
         if not self.skip_bias_add:
             return out
@@ -139,6 +144,7 @@ def column_forward(
     gather_output: bool = False,
     backend: str | None = None,
     main_grad: Tensor | None = None,
+    save_gathered: bool = False,
 ) -> Tensor:
     """A column-parallel layer's checks and computation with these local weights; `sequence_dim` None: x is whole."""
     layer = "ColumnParallelLinear"
@@ -164,7 +170,7 @@ def column_forward(
     if sequence_dim is None:
         operation = matmul_all_gather if gather_output else column_matmul
         return operation(x, weight, bias, activation, **overlapped)
-    overlapped |= {"sequence_dim": sequence_dim, "total_len": total_len}
+    overlapped |= {"sequence_dim": sequence_dim, "total_len": total_len, "save_gathered": save_gathered}
     out = all_gather_matmul(x, weight, bias, activation, **overlapped)
     return gather_from_group(out, -1, out_features, group) if gather_output else out
 

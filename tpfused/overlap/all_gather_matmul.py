@@ -29,6 +29,7 @@ def all_gather_matmul(
     total_len: int | None = None,
     out_features: int | Sequence[int] | None = None,
     main_grad: Tensor | Sequence[Tensor | None] | None = None,
+    save_gathered: bool = False,
     group=None,
     mesh=None,
 ) -> Tensor | tuple[Tensor, ...]:
@@ -47,6 +48,8 @@ def all_gather_matmul(
             measured, it is measured for these: weights that come without share one.
         main_grad: float32 ``[n, k]`` to which backward adds the weight's gradient in float32, instead of returning one;
             for several weights one for each.
+        save_gathered: keep all ranks' rows for the weights' gradients, instead of gathering them again: as many times
+            the memory of x as there are ranks, for one all-gather less. The plain path always does.
         group, mesh: as for the layers.
 
     Returns:
@@ -60,7 +63,8 @@ def all_gather_matmul(
         main_grads = None if main_grad is None else (main_grad,)
     else:
         weights, biases, features, main_grads = _lists(weight, bias, out_features, main_grad)
-    call = look_up(_prepare, group, mesh, x_shard_m, weights, biases, activation, sequence_dim, total_len, features)
+    options = activation, sequence_dim, total_len, features, save_gathered
+    call = look_up(_prepare, group, mesh, x_shard_m, weights, biases, *options)
     results = _OPERATION(call, x_shard_m, weights, biases, main_grads)
     return results[0] if isinstance(weight, Tensor) else tuple(results)
 
@@ -85,7 +89,7 @@ def _lists(weights, biases, out_features, main_grads) -> tuple[Sequence, Sequenc
     return tuple(weights), *given, main_grads
 
 
-def _prepare(tp: TPGroup, x, weights, biases, activation, sequence_dim, total_len, out_features) -> Call:
+def _prepare(tp: TPGroup, x, weights, biases, activation, sequence_dim, total_len, out_features, save_gathered) -> Call:
     checks.check_activation(activation)
     for weight, bias in zip(weights, biases, strict=True):
         checks.check_operands(x, weight, bias, NAME)
@@ -97,29 +101,35 @@ def _prepare(tp: TPGroup, x, weights, biases, activation, sequence_dim, total_le
     ]
     leading = None if x.ndim == 2 else (*x.shape[:dim], tokens, *x.shape[dim + 1 : -1])
     outputs = None if None in outputs else sum(outputs)
-    return Call(plan_of(tp, activation, tokens, *split_at(x, dim), x.shape[-1], outputs, leading), dim)
+    plan = plan_of(tp, activation, tokens, *split_at(x, dim), x.shape[-1], outputs, leading)
+    return Call(plan._replace(saves_gathered=save_gathered), dim)
 
 
 class _AllGatherMatmul(Operation):
     """x_shard_m [own, k], w_shard_n [n, k] -> y_shard_n [total, n], of each weight.
 
     forward: all-gather of x beside the first matmul. dgrad: reduce-scatter, beside wgrad. wgrad: all-gather of x,
-    beside dgrad. dbias: none. Saved: x_shard_m, the weights, and the pre-activations (relu: the results).
+    beside dgrad, or none if the gathered x is saved. dbias: none. Saved: x_shard_m or the gathered x, the weights, and
+    the pre-activations (relu: the results).
     """
 
     name = NAME
 
     def forward(self, chosen, plan, training, x, weights, biases):
         activation, keeps_pre = plan.activation, training and plan.keeps_pre
+        keeps_gathered = training and plan.saves_gathered
         if chosen is None:
-            x = gather_rows(x, plan)
-            pairs = [linear_act(x, w, b, activation, keeps_pre) for w, b in zip(weights, biases, strict=True)]
-            return [y for y, _ in pairs], [pre for _, pre in pairs if keeps_pre]
-        epilogue = _epilogue(activation, weights)
-        ys, pres = calls.all_gather_matmul(chosen, plan, x, weights, biases, epilogue, keeps_pre)
-        if activation and not epilogue:
-            ys, pres = [activate(y, activation) for y in ys], ys
-        return ys, pres if keeps_pre else []
+            gathered = gather_rows(x, plan)
+            pairs = [linear_act(gathered, w, b, activation, keeps_pre) for w, b in zip(weights, biases, strict=True)]
+            ys, pres = (list(each) for each in zip(*pairs, strict=True))
+        else:
+            epilogue = _epilogue(activation, weights)
+            ys, pres, gathered = calls.all_gather_matmul(
+                chosen, plan, x, weights, biases, epilogue, keeps_pre, keeps_gathered
+            )
+            if activation and not epilogue:
+                ys, pres = [activate(y, activation) for y in ys], ys
+        return ys, (pres if keeps_pre else []) + ([gathered] if keeps_gathered else [])
 
     def backward(self, chosen, plan, needs, grads, x, weights, kept):
         kept = kept or [None] * len(grads)
@@ -132,7 +142,7 @@ class _AllGatherMatmul(Operation):
             parts = [product(dpre, weight) for dpre, weight in zip(dpres, weights, strict=True)]
             dx = scatter_rows(sum(parts[1:], parts[0]), plan)
         if needs.weights:
-            x = gather_rows(x, plan)
+            x = x if plan.saves_gathered else gather_rows(x, plan)
             dweights = [needs.wgrad(dpre, x, index) for index, dpre in enumerate(dpres)]
         return dx, dweights, dbiases
 

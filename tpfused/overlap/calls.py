@@ -23,9 +23,17 @@ Link = tuple[Communicator, str]  # and its tier
 
 
 def all_gather_matmul(
-    link: Link, plan: Plan, x: Tensor, weights: Operands, biases: Operands, epilogue: int, keeps_pre: bool
-) -> tuple[list[Tensor], list[Tensor | None]]:
-    """-> ``epilogue(gathered x @ weight.T + bias)`` of each weight, and what a GELU_TANH is of, if kept."""
+    link: Link,
+    plan: Plan,
+    x: Tensor,
+    weights: Operands,
+    biases: Operands,
+    epilogue: int,
+    keeps_pre: bool,
+    keeps_gathered: bool,
+) -> tuple[list[Tensor], list[Tensor | None], Tensor | None]:
+    """-> ``epilogue(gathered x @ weight.T + bias)`` of each weight, what a GELU_TANH is of, and the gathered x, if
+    kept."""
     ys, pres, columns, held = [], [], [], []
     for weight, bias in zip(weights, biases, strict=True):
         (weight, leading), bias = _matrix(weight), _vector(bias)
@@ -36,16 +44,17 @@ def all_gather_matmul(
         held.append((weight, bias))
         ys.append(y)
         pres.append(pre)
+    gathered = x.new_empty(plan.total, plan.inputs) if keeps_gathered else None
     slot = plan.padded * plan.inputs
-    _run(link, "all_gather_matmul", plan, x, slot, _gathered(link, slot, x), 0, 0, 0, columns)
-    return ys, pres
+    _run(link, "all_gather_matmul", plan, x, slot, _gathered(link, slot, x), 0, 0, 0, _address(gathered), columns)
+    return ys, pres, gathered
 
 
 def column_backward(
     link: Link, plan: Plan, needs: Needs, dpres: Operands, x: Tensor, weights: Operands
 ) -> tuple[Tensor | None, list[Tensor | None]]:
-    """-> the gradients of x (own rows) and of the weights."""
-    dx = x.new_empty(x.shape) if needs.x else None
+    """-> the gradients of x (own rows) and of the weights. x: all rows, if the plan `saves_gathered`."""
+    dx = x.new_empty(plan.own, plan.inputs) if needs.x else None
     dweights, columns, held = [], [], []
     for index, (dpre, weight) in enumerate(zip(dpres, weights, strict=True)):
         weight, leading = _matrix(weight)
@@ -55,7 +64,7 @@ def column_backward(
         dweights.append(dweight)
     slot = plan.padded * plan.inputs
     staged = plan.total * plan.inputs + (2 * slot if link[1] == "nccl" else _gathered(link, slot, x))
-    more = _address(dx), needs.x, _wants_dweight(needs), columns
+    more = plan.saves_gathered, _address(dx), needs.x, _wants_dweight(needs), columns
     _run(link, "column_backward", plan, x, slot, staged, 0, 0, 0, *more)
     return dx, dweights if needs.main_grads is None else [None] * len(dweights)
 

@@ -54,7 +54,8 @@ class Operation:
     def forward(
         self, chosen: Chosen, plan: Plan, training: bool, x: Tensor, weights: Operands, biases: Operands
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """-> new results, and in training, if the plan `keeps_pre`, new ``[total, this rank's n]`` pre-activations.
+        """-> new results, and in training, if the plan `keeps_pre`, new ``[total, this rank's n]`` pre-activations;
+        after those, if it `saves_gathered`, all ranks' rows of x, which `backward` then gets in place of x.
 
         With a tier, x may have more dimensions, and so may the results, as the plan's `leading` says.
         """
@@ -107,6 +108,8 @@ class Operation:
             for weight, main_grad in zip(weights, main_grads, strict=True):
                 check_main_grad(main_grad, weight, self.name)
         training = records_gradient(x, *weights, *biases)
+        if plan.saves_gathered and not records_gradient(*weights):
+            plan = plan._replace(saves_gathered=False)
         chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
         if main_grads is not None and (
             chosen is None
@@ -119,8 +122,8 @@ class Operation:
         if not direct:
             results = self._operator(
                 to_rows(x), list(weights), [bias for bias in biases if bias is not None], plan.activation,
-                [plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0], training,
-                plan.tp.process_group.group_name,
+                [plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, int(plan.saves_gathered)],
+                training, plan.tp.process_group.group_name,
             )[: len(weights)]  # fmt: skip
         elif training:
             results = self._function.apply(self, chosen, plan, main_grads, x, *weights, *biases)
@@ -153,6 +156,9 @@ class _Function(torch.autograd.Function):
         weights = operands[:count]
         results, pres = operation.forward(chosen, plan, True, x, weights, operands[count:])
         ctx.operation, ctx.chosen, ctx.plan, ctx.main_grads, ctx.exact = operation, chosen, plan, main_grads, exact[-1]
+        ctx.x_shape = x.shape
+        if plan.saves_gathered:
+            *pres, x = pres
         ctx.save_for_backward(x, *weights, *(results if plan.activation == "relu" else pres))
         return tuple(results)
 
@@ -168,14 +174,14 @@ class _Function(torch.autograd.Function):
             dx, dweights, dbiases = ctx.operation.backward(
                 ctx.chosen, ctx.plan, needs, dys, to_rows(x), saved[:count], kept
             )
-        return None, None, None, None, None if dx is None else dx.view(x.shape), *dweights, *dbiases
+        return None, None, None, None, None if dx is None else dx.view(ctx.x_shape), *dweights, *dbiases
 
 
 def _operator_of(operation: Operation) -> Callable:
     """`operation` as ``torch.ops.tpfused.<name>``, and its derivative as ``<name>_backward``.
 
-    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known; `group` is a process group's
-    name.
+    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known, and whether it `saves_gathered`;
+    `group` is a process group's name.
     """
 
     def forward(
@@ -196,7 +202,8 @@ def _operator_of(operation: Operation) -> Callable:
         plan = _plan_of(group, activation, sizes)
         results = [x.new_empty(operation.shape(plan, weight)) for weight in weights]
         pres = weights if training and plan.keeps_pre else []
-        return results + [x.new_empty(plan.total, weight.shape[0]) for weight in pres]
+        kept = [x.new_empty(plan.total, weight.shape[0]) for weight in pres]
+        return results + kept + ([x.new_empty(plan.total, x.shape[1])] if training and plan.saves_gathered else [])
 
     def backward(
         grads: list[Tensor],
@@ -214,8 +221,8 @@ def _operator_of(operation: Operation) -> Callable:
         return [grad for grad in (dx, *dweights, *dbiases) if grad is not None]
 
     def fake_backward(grads, x, weights, kept, activation, sizes, needs, group):
-        needs = Needs(*needs)
-        dx = [x.new_empty(x.shape)] if needs.x else []
+        needs, plan = Needs(*needs), _plan_of(group, activation, sizes)
+        dx = [x.new_empty(plan.own if plan.saves_gathered else x.shape[0], x.shape[1])] if needs.x else []
         dweights = [weight.new_empty(weight.shape) for weight in weights] if needs.weights else []
         dbiases = [weight.new_empty(weight.shape[0]) for weight in weights] if needs.biases else []
         return dx + dweights + dbiases
@@ -224,6 +231,8 @@ def _operator_of(operation: Operation) -> Callable:
         x, weights, biases, ctx.activation, ctx.sizes, _, ctx.group = inputs
         ctx.count, ctx.bias_count = len(weights), len(biases)
         ctx.set_materialize_grads(False)  # the pre-activations have none
+        if _plan_of(ctx.group, ctx.activation, ctx.sizes).saves_gathered:
+            *output, x = output
         ctx.save_for_backward(x, *weights, *(output if ctx.activation == "relu" else output[ctx.count :]))
 
     def gradients(ctx, grads):
@@ -250,6 +259,7 @@ def _operator_of(operation: Operation) -> Callable:
 
 
 def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
-    tokens, each, batch, inputs, outputs = sizes
+    tokens, each, batch, inputs, outputs, saves_gathered = sizes
     tp = resolve_group(dist.distributed_c10d._resolve_process_group(group))
-    return plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)._replace(compiled=True)
+    plan = plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)
+    return plan._replace(saves_gathered=bool(saves_gathered), compiled=True)

@@ -32,6 +32,7 @@ class Plan(NamedTuple):
     padded: int  # rows of as many ranks, if all had as many as the first
     shape: tuple[int, int | None, int | None]  # rows, inputs, outputs
     leading: tuple[int, ...] | None  # a result's dimensions before its features; None: it is a matrix
+    saves_gathered: bool = False  # for the weights' gradients, in place of this rank's rows
     compiled: bool = False  # called by compiled code, which counts what is left in the memory that it lends
 
     @property
