@@ -55,7 +55,7 @@ void few_rows(Group& group, const RowBackward& o, Workspace& workspace, cudaStre
 
 void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (is_small(group, tier, o.rows, o.k * static_cast<int64_t>(size_of(o.type)), most_scattered)) {
+  if (is_small(group, tier, o.rows, o.k * static_cast<int64_t>(size_of(o.type)), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);

@@ -117,7 +117,7 @@ void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& o, Worksp
   DeviceGuard guard(group.device);
   Columns columns{group, o};
   const Rows gathered{o.features.tokens, o.features.each, o.m, group.size};  // each row of x has all features
-  if (is_small(group, tier, gathered, columns.bytes(1), most_gathered)) {
+  if (is_small(group, tier, gathered, columns.bytes(1), most_features_gathered)) {
     return few_rows(columns, gathered, workspace, stream);
   }
   Tiles tiles(group, o.type, o.m, workspace, stream);

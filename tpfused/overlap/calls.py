@@ -13,7 +13,9 @@ from tpfused.sharding import padded_shard_size
 
 ALL_REDUCE_BLOCKS = 4  # of rows, at most: `Blocks::most` of csrc/blocks.h
 MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of csrc/small_sums.h
-MOST_SMALL = 16 * 2**20  # bytes of all ranks' rows that one kernel gathers: `most_gathered` of csrc/small_rows.h, twice
+# Bytes that one kernel gathers: of all ranks' rows (`most_gathered` of csrc/small_rows.h and, at most as many, the own
+# ones), and of a rank's features (`most_features_gathered`).
+MOST_GATHERED, MOST_FEATURES_GATHERED = 2 * 2**20, 8 * 2**20
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # that have a workspace of their own, for it is used in one stream's order
@@ -132,7 +134,10 @@ def matmul_all_gather(
     y = x.new_empty(*plan.leading or (plan.total,), features)
     pre = x.new_empty(plan.total, weight.shape[0]) if keeps_pre and epilogue == GELU_TANH else None
     own = plan.total * padded_shard_size(features, size)
-    staged = own * (1 + size) if link[1] == "nccl" else own if exact[-1] else _gathered(link, own, x)
+    if link[1] == "nccl":
+        staged = own * (1 + size)
+    else:
+        staged = own if exact[-1] else min(own, MOST_FEATURES_GATHERED // x.element_size())
     more = features, weight.data_ptr(), leading, y.data_ptr(), epilogue, _address(bias), _address(pre)
     _run(link, "matmul_all_gather", plan, x, plan.total * features, staged, *more)
     return y, pre
@@ -165,7 +170,7 @@ def _wants_dweight(needs: Needs) -> int:
 
 def _gathered(link: Link, entries: int, x: Tensor) -> int:
     """How much of `staged` is for `entries` that are gathered: by copy engines, they stay where peers write them."""
-    return entries if link[1] == "nccl" else min(entries, MOST_SMALL // x.element_size())
+    return entries if link[1] == "nccl" else min(entries, MOST_GATHERED // x.element_size())
 
 
 def _all_reduced(link: Link, plan: Plan, features: int) -> tuple[int, int]:
