@@ -24,6 +24,7 @@ from tests.parallelize.own_models import (
 from tpfused.checkpoint import model_entries
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
+from tpfused.parameter import ParallelModule
 
 ALONE = TPGroup(None, 0, 1)
 split = pytest.mark.parametrize("tp", [2, 4], indirect=True)
@@ -193,6 +194,10 @@ def check_refusals(ctx, seed):
     changed.embed = nn.Embedding(37, 20, max_norm=1.0)
     with refuses(ValueError, "max_norm"):
         split(changed, {"embed": "vocab_embedding"})
+    hooked = Model()
+    hooked.extra.forward = hooked.extra.forward
+    with refuses(ValueError, "extra", "Linear's", "accelerate"):
+        split(hooked, PLAN)
     with refuses(ValueError, "0", "torch.nn.LSTM"):
         split(nn.Sequential(nn.LSTM(4, 4)), {})
     with refuses(ValueError, "extra", "parametrized"):
@@ -269,27 +274,88 @@ def test_what_is_refused_of_transformers(workers, seed):
     workers.run(on_four, check_transformers_refusals, seed)
 
 
-def check_shown_plan(ctx, seed):
+def shown_plan(model, mesh):
+    try:
+        tpfused.parallelize(model, mesh)
+    except ValueError as error:
+        return eval(str(error).partition("plan = ")[2])
+    raise AssertionError("an unknown architecture was taken")
+
+
+UNKNOWN = {
+    # Its positions are an embedding of another forward; it projects to narrower embeddings, which are tied to the head.
+    "OPT": {"ffn_dim": 24, "word_embed_proj_dim": 12, "max_position_embeddings": 32},
+    "Gemma": {"intermediate_size": 24, "num_key_value_heads": 2, "head_dim": 8},  # scales embeddings tied to the head
+    "Falcon": {},  # has linear layers of its own
+    "GPTNeoX": {},
+}
+STAYS_WHOLE = {
+    "OPT": {"model.decoder.embed_positions"},
+    "Gemma": {"model.embed_tokens", "lm_head"},
+    "Falcon": {f"transformer.h.{block}.mlp.{name}" for block in (0, 1) for name in ("dense_h_to_4h", "dense_4h_to_h")},
+    "GPTNeoX": set(),
+}
+
+
+def check_shown_plan(ctx, tp, seed, name):
     """The plan that the error shows is one to start from: it is right as it stands."""
     import transformers
 
-    sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
+    config = getattr(transformers, f"{name}Config")(**sizes | {"bos_token_id": 1, "eos_token_id": 2} | UNKNOWN[name])
     dense, model = (
-        (torch.manual_seed(seed), transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes)).eval())[1]
-        for _ in range(2)
+        (torch.manual_seed(seed), getattr(transformers, f"{name}ForCausalLM")(config).eval())[1] for _ in range(2)
     )
-    try:
-        tpfused.parallelize(model, ctx.mesh(4))
-        raise AssertionError("an unknown architecture was taken")
-    except ValueError as error:
-        plan = eval(str(error).partition("plan = ")[2])
-    assert "gpt_neox.layers.*.attention.query_key_value" in plan
-    tpfused.parallelize(model, ctx.mesh(4), plan)
+    plan = shown_plan(model, ctx.mesh(tp))
+    assert len(plan) >= 2
+    tpfused.parallelize(model, ctx.mesh(tp), plan)
+    modules = dict(model.named_modules())
+    assert not [part for part in STAYS_WHOLE[name] if isinstance(modules[part], ParallelModule)]
     ids = torch.randint(37, (2, 7))
     torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
 
 
-def test_the_plan_that_the_error_shows_works(workers, seed):
+@split
+@pytest.mark.parametrize("name", UNKNOWN)
+def test_the_plan_that_the_error_shows_works(workers, tp, seed, name):
     pytest.importorskip("transformers")
     if workers.device == "cpu":
-        workers.run(on_four, check_shown_plan, seed)
+        workers.run(check_shown_plan, tp, seed, name)
+
+
+class Doubled(nn.Linear):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Mixed(nn.Module):
+    """Modules that one pattern matches, and tied ones, of which only some can be split."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.head = nn.Embedding(37, 8), Doubled(8, 37, bias=False)
+        self.head.weight = self.embed.weight
+        self.layers = nn.ModuleList(nn.Linear(8, 8) if index < 2 else Doubled(8, 8) for index in range(3))
+        self.block = nn.ModuleDict({"fc": nn.Linear(8, 8), "inner": nn.ModuleDict({"fc": Doubled(8, 8)})})
+        self.fc, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, ids):
+        x = self.embed(ids)
+        for layer in (*self.layers, self.block["fc"], self.block["inner"]["fc"], self.fc, self.other):
+            x = x + layer(x)
+        return self.head(x)
+
+
+def check_mixed(ctx, seed):
+    torch.manual_seed(seed)
+    dense = Mixed().to(ctx.device)
+    model = copy.deepcopy(dense)
+    plan = shown_plan(model, ctx.mesh(4))
+    assert plan == {"block.fc": "colwise_gather", "other": "colwise_gather"}
+    tpfused.parallelize(model, ctx.mesh(4), plan)
+    ids = torch.randint(37, (2, 7), device=ctx.device)
+    torch.testing.assert_close(model(ids), dense(ids), rtol=1e-4, atol=1e-5)
+
+
+def test_the_plan_leaves_out_what_cannot_be_split(workers, seed):
+    workers.run(on_four, check_mixed, seed)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -144,25 +144,52 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
                 f"{name}: 'fused_qkv' is for three projections of one size, but there are {heads} attention heads and "
                 f"{kv_heads} key-value heads"
             )
-    if style in PARTS or style in SPLIT_ROWS or style in ("colwise_kv", "rowwise"):
-        if "weight" not in module._parameters:
-            raise ValueError(f"{name}: its weight is no parameter of its own; if parametrized, make that permanent")
-        if is_dtensor(module.weight):
-            raise ValueError(f"{name}: its weight is a DTensor already, {module.weight.placements}")
-        dense = type(module).forward is nn.Linear.forward or _is_conv1d(module)
-        if style != "vocab_embedding" and not dense:
-            raise ValueError(
-                f"{name} is a {type(module).__name__}, which computes otherwise than nn.Linear or transformers' Conv1D "
-                f"do: it cannot be {style!r}"
-            )
-    if style == "vocab_embedding":
-        if type(module).forward is not nn.Embedding.forward:
-            raise ValueError(f"{name} is a {type(module).__name__}; only an nn.Embedding can be a 'vocab_embedding'")
-        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
-            raise ValueError(f"{name}: an nn.Embedding with max_norm, scale_grad_by_freq or sparse cannot be split")
+    why = why_not(name, module, style)
+    if why is not None:
+        raise ValueError(why)
     if style in PARTS:
         pieces = PARTS[style] * to.group.size
         divide(_as_matrix(module).shape[0], pieces, f"{name}: outputs over {PARTS[style]} projections on each rank")
+
+
+def why_not(name: str, module: nn.Module, style: str) -> str | None:
+    """Why no layer of this style can take the module's place; None where it can, or the style makes none."""
+    if not (style in PARTS or style in SPLIT_ROWS or style in ("colwise_kv", "rowwise")):
+        return None
+    kind = type(module)
+    if style == "vocab_embedding":
+        if kind.forward is not nn.Embedding.forward:
+            return f"{name} is a {kind.__name__}; only an nn.Embedding can be a 'vocab_embedding'"
+        if module.max_norm is not None or module.scale_grad_by_freq or module.sparse:
+            return f"{name}: an nn.Embedding with max_norm, scale_grad_by_freq or sparse cannot be split"
+    elif kind.forward is not nn.Linear.forward and not _is_conv1d(module):
+        return (
+            f"{name} is a {kind.__name__}, which computes otherwise than nn.Linear or transformers' Conv1D do: it "
+            f"cannot be {style!r}"
+        )
+    if "forward" in vars(module):
+        return (
+            f"{name} has a forward other than that of its class, as accelerate's hooks give it: it cannot be {style!r}"
+        )
+    if "weight" not in module._parameters:
+        return f"{name}: its weight is no parameter of its own; if parametrized, make that permanent"
+    if is_dtensor(module.weight):
+        return f"{name}: its weight is a DTensor already, {module.weight.placements}"
+    return None
+
+
+def torn(modules: Mapping[str, nn.Module], styles: Mapping[str, str]) -> list[str]:
+    """The first modules that share a parameter, and would split it in different ways; empty where there are none."""
+    users: dict[int, list[str]] = {}
+    for name, module in modules.items():
+        for param in module._parameters.values():
+            # A bare parameter of a module that is none of these is another name of it, and not computed with there.
+            if param is not None and (name in styles or isinstance(module, nn.Linear | nn.Embedding)):
+                users.setdefault(id(param), []).append(name)
+    for names in users.values():
+        if len({"rows" if styles.get(n) in SPLIT_ROWS else styles.get(n, "replicate") for n in names}) > 1:
+            return names
+    return []
 
 
 def knows_heads(*places: object) -> object:

@@ -158,6 +158,11 @@ def _check_model(model: nn.Module) -> None:
             raise ValueError(
                 f"{name or 'the model'} is a torch.nn.{type(module).__name__}, which cannot be parallelized"
             )
+        if module._parameters and "forward" in vars(module):
+            raise ValueError(
+                f"{name or 'the model'} has another forward than {type(module).__name__}'s, set on the module as "
+                f"accelerate's hooks are (device_map=): take it off first, or load the model without"
+            )
     for name, param in model.named_parameters():
         if isinstance(param, DTensor):
             raise ValueError(f"{name} is a DTensor already; parallelize the dense model, then call fully_shard")
@@ -177,14 +182,7 @@ def _check_heads(model: nn.Module, styles: dict[str, str]) -> None:
 
 def _check_ties(modules: dict[str, nn.Module], styles: dict[str, str]) -> None:
     """A parameter of several modules must be split in one way by all that compute with it."""
-    users: dict[int, list[str]] = {}
-    for name, module in modules.items():
-        for param in module._parameters.values():
-            # A bare parameter of a module that is none of these is another name of it, and not computed with there.
-            if param is not None and (name in styles or isinstance(module, nn.Linear | nn.Embedding)):
-                users.setdefault(id(param), []).append(name)
-    for names in users.values():
-        kinds = {"rows" if styles.get(n) in convert.SPLIT_ROWS else styles.get(n, "replicate") for n in names}
-        if len(kinds) > 1:
-            told = ", ".join(f"{name} is {styles.get(name, 'replicate')!r}" for name in names)
-            raise ValueError(f"tied parameters must be split alike, but {told}")
+    names = convert.torn(modules, styles)
+    if names:
+        told = ", ".join(f"{name} is {styles.get(name, 'replicate')!r}" for name in names)
+        raise ValueError(f"tied parameters must be split alike, but {told}")

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from torch import nn
 
-from tpfused.parallel.convert import STYLES
+from tpfused.parallel.convert import STYLES, torn, why_not
 from tpfused.parallel.lora import is_lora, styles_of_parts
 
 _DECODER = {
@@ -84,11 +84,11 @@ def auto_plan(model: nn.Module) -> dict[str, str]:
     if not any(base.__name__ in SHARDED_LOSS for base in type(model).__mro__):
         plan = {pattern: "colwise_gather" if style == "vocab_head" else style for pattern, style in plan.items()}
     placed = match(model, plan)
-    missed = {}  # pattern -> what stands there
+    missed: dict[str, set[str]] = {}  # pattern -> the classes that stand there
     for name, module in model.named_modules():
         matrices = [param for param in module.parameters(recurse=False) if param.ndim > 1]
         if name not in placed and matrices and (not plan or re.search(r"(^|\.)\d+(\.|$)", name)):
-            missed[re.sub(r"(?<![^.])\d+(?![^.])", "*", name)] = module
+            missed.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), set()).add(type(module).__name__)
     if missed:
         raise ValueError(_unplaced(model, model_type, plan, missed))
     return plan
@@ -146,22 +146,41 @@ def matches(name: str, pattern: str) -> bool:
     return fnmatchcase(f".{name}", f"*.{pattern}") or name == pattern
 
 
-def _unplaced(model: nn.Module, model_type: str | None, plan: dict[str, str], missed: dict[str, nn.Module]) -> str:
+def _unplaced(
+    model: nn.Module, model_type: str | None, plan: dict[str, str], missed: Mapping[str, Collection[str]]
+) -> str:
     known = f"{type(model).__name__}" + (f" (model_type {model_type!r})" if model_type else "")
+    start, whole = _start(model, plan, missed)
     lines = [f"plan='auto' knows no place for {len(missed)} modules of {known}:"]
-    lines += [f"  {name}: {type(module).__name__}" for name, module in missed.items()]
+    lines += [f"  {name}: {', '.join(sorted(classes))}" for name, classes in missed.items()]
     lines += [
         f"Architectures it knows: {', '.join(ARCHITECTURES)}. For another one write a plan. This one is right, if not "
-        f"fast; then let a pair that follow each other be 'colwise' and 'rowwise', to gather nothing between them:",
+        f"fast, unless a module computes with another's weights; then let a pair that follow each other be 'colwise' "
+        f"and 'rowwise', to gather nothing between them:",
         "plan = {",
     ]
-    start = {**plan, **{name: _safe_style(module) for name, module in missed.items()}}
     lines += [f"    {pattern!r}: {style!r}," for pattern, style in start.items()]
+    lines += [f"    # whole on each rank: {reason}" for reason in whole]
     return "\n".join([*lines, "}"])
 
 
-def _safe_style(module: nn.Module) -> str:
-    """A style whose input and output are whole on each rank."""
-    if isinstance(module, nn.Embedding):
-        return "vocab_embedding"
-    return "colwise_gather" if isinstance(module, nn.Linear) or type(module).__name__ == "Conv1D" else "replicate"
+def _start(model: nn.Module, plan: Mapping[str, str], patterns: Iterable[str]) -> tuple[dict[str, str], list[str]]:
+    """`plan` with those of the patterns whose modules can be split such that inputs and outputs stay whole on each
+    rank; and why the others are not in it."""
+    modules = dict(model.named_modules())
+    start, whole = dict(plan), []
+    for pattern in patterns:
+        matched = [module for name, module in modules.items() if matches(name, pattern)]
+        embeds = any(isinstance(module, nn.Embedding) for module in matched)
+        style = "vocab_embedding" if embeds else "colwise_gather"
+        reason = next(filter(None, (why_not(pattern, module, style) for module in matched)), None)
+        if reason is None:
+            start[pattern] = style
+        else:
+            whole.append(reason)
+    while names := torn(modules, match(model, start)):
+        for name in names:
+            for pattern in [pattern for pattern in start if matches(name, pattern)]:
+                del start[pattern]
+                whole.append(f"{name} shares a parameter with {', '.join(n for n in names if n != name)}")
+    return start, whole
