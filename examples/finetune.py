@@ -2,8 +2,7 @@
 
     torchrun --nproc_per_node 4 examples/finetune.py FOLDER ids.pt OUT --tp 2
 
-`ids.pt` holds token ids, int64 [texts, tokens]; transformers' from_pretrained(OUT) loads the result. CPUs do too.
-"""
+`ids.pt` holds token ids, int64 [texts, tokens]; transformers' from_pretrained(OUT) loads the result. CPUs do too."""
 
 import argparse
 import os
@@ -56,4 +55,5 @@ for step, batch in enumerate(texts.split(args.batch)[: len(texts) // args.batch]
     if dist.get_rank() == 0:
         print(f"step {step}: loss {mean.item():.4f}")
 tpfused.save_sharded(model, args.out)
+dist.barrier()  # gloo's threads let go of their last tensors: they abort where Python has ended before
 dist.destroy_process_group()

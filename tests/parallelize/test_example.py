@@ -21,15 +21,17 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "finetune.py"
 
 def run_example(ctx, arguments):
     """As torchrun would, in processes that have imported everything and joined already; what it printed."""
-    printed = io.StringIO()
+    printed, ended = io.StringIO(), mock.Mock()
     with (
         mock.patch.dict(os.environ, LOCAL_RANK=str(ctx.rank), WORLD_SIZE=str(ctx.world)),
         mock.patch.object(sys, "argv", [str(EXAMPLE), *arguments]),
-        mock.patch("torch.distributed.destroy_process_group"),
+        mock.patch("torch.distributed.barrier", ended.barrier),
+        mock.patch("torch.distributed.destroy_process_group", ended.destroy_process_group),
         mock.patch("torch.cuda.is_available", return_value=ctx.device.type == "cuda"),
         contextlib.redirect_stdout(printed),
     ):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert [call[0] for call in ended.mock_calls] == ["barrier", "destroy_process_group"]
     return printed.getvalue()
 
 
