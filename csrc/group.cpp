@@ -214,7 +214,7 @@ void Group::end(cudaStream_t stream) {
     check(cudaStreamWaitEvent(beside, ended, 0), "cudaStreamWaitEvent");
     stream = beside;
   }
-  for (Use use : in_use_) tell_emptied(use, stream);
+  tell_emptied(stream);
 }
 
 void Group::count_on_device() {
@@ -273,8 +273,12 @@ void Group::wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stre
 
 void Group::set(const Words& words, Use use, uint32_t blocks, cudaStream_t stream) {
   if (use.on_device) return tpfused::set(words, {use.on_device, whole, blocks}, stream);
-  for (int i = 0; i < words.count; ++i) operations_.write(words.at[i], (use.number - 1) * whole + blocks);
+  gather_writes(words, use, blocks);
   operations_.enqueue(stream);
+}
+
+void Group::gather_writes(const Words& words, Use use, uint32_t blocks) {
+  for (int i = 0; i < words.count; ++i) operations_.write(words.at[i], (use.number - 1) * whole + blocks);
 }
 
 void Group::wait_until_emptied(Use use) {
@@ -283,10 +287,17 @@ void Group::wait_until_emptied(Use use) {
   wait(words, use, 0, transfers);
 }
 
-void Group::tell_emptied(Use use, cudaStream_t stream) {
-  Words words;
-  for (int step = 1; step < size; ++step) words.add(peers->emptied((rank + step) % size, use.slot, rank));
-  set(words, use, whole, stream);
+void Group::tell_emptied(cudaStream_t stream) {
+  for (Use use : in_use_) {
+    Words words;
+    for (int step = 1; step < size; ++step) words.add(peers->emptied((rank + step) % size, use.slot, rank));
+    if (use.on_device) {
+      set(words, use, whole, stream);
+    } else {
+      gather_writes(words, use, whole);
+    }
+  }
+  operations_.enqueue(stream);
 }
 
 void Group::tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks) {

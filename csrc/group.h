@@ -174,10 +174,11 @@ class Group {
   // What this rank waits for from a peer, as far as the words in its memory tell.
   std::string awaited_of(int peer, const std::vector<uint32_t>& words, cudaStream_t stream) const;
   void abort_nccl();
-  void count_on_device();  // from now on
-  void tell_emptied(Use use, cudaStream_t stream);
+  void count_on_device();                  // from now on
+  void tell_emptied(cudaStream_t stream);  // all that the operation has used
   void wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
   void set(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
+  void gather_writes(const Words& words, Use use, uint32_t blocks);  // which `operations_` then enqueues as one call
 
   MemoryOperations operations_;
   uint32_t uses_ = 0;

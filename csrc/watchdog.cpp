@@ -6,6 +6,7 @@ namespace tpfused {
 namespace {
 
 constexpr auto pause = std::chrono::milliseconds(100);
+constexpr size_t looked_at_together = 16;  // operations; for each alone, that would be a call more
 
 }  // namespace
 
@@ -37,6 +38,12 @@ cudaEvent_t Watchdog::new_event() {
   return event;
 }
 
+void Watchdog::forget_oldest() {
+  spare_.push_back(watched_.front().begun);
+  spare_.push_back(watched_.front().ended);
+  watched_.pop_front();
+}
+
 cudaEvent_t Watchdog::begin(const char* operation, cudaStream_t stream) {
   {
     std::lock_guard<std::mutex> lock(mutex_);
@@ -55,10 +62,9 @@ cudaEvent_t Watchdog::end(cudaStream_t stream) {
     first = watched_.empty();
     watched_.push_back(next_);
     // Those that have ended need no thread to say so, and their events serve again.
-    while (watched_.size() > 1 && cudaEventQuery(watched_.front().ended) == cudaSuccess) {
-      spare_.push_back(watched_.front().begun);
-      spare_.push_back(watched_.front().ended);
-      watched_.pop_front();
+    if (++since_last_look_ >= looked_at_together) {
+      since_last_look_ = 0;
+      while (watched_.size() > 1 && cudaEventQuery(watched_.front().ended) == cudaSuccess) forget_oldest();
     }
   }
   if (first) wake_.notify_all();  // else it looks every now and then
@@ -105,9 +111,7 @@ void Watchdog::watch() {
     // Operations of one group rarely overlap, so the oldest is the one that others wait for.
     Watched& oldest = watched_.front();
     if (cudaEventQuery(oldest.ended) == cudaSuccess) {
-      spare_.push_back(oldest.begun);
-      spare_.push_back(oldest.ended);
-      watched_.pop_front();
+      forget_oldest();
       continue;
     }
     if (!oldest.running && cudaEventQuery(oldest.begun) == cudaSuccess) {

@@ -44,7 +44,7 @@ class Watchdog {
   };
   void watch();
   cudaEvent_t new_event();
-
+  void forget_oldest();
   bool replays_expired(Clock::time_point now);
 
   const int device_;
@@ -57,6 +57,7 @@ class Watchdog {
   uint32_t replays_ended_ = 0;
   Clock::time_point replays_since_;  // when that many had ended, or none was under way
   std::deque<Watched> watched_;
+  size_t since_last_look_ = 0;  // operations
   Watched next_;
   std::vector<cudaEvent_t> spare_;
   std::thread thread_;
