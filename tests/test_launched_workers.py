@@ -91,6 +91,12 @@ def test_a_worker_inherits_no_place_in_another_group(monkeypatch):
     assert set(events[0].values()) == {None}
 
 
+def test_more_processes_than_a_host_can_run_are_refused(monkeypatch):
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    with pytest.raises(UserError, match="33 worker processes are too many for this host's 8 CPU cores: 32 at most"):
+        run_workers(report, 10, 33, print)
+
+
 @pytest.mark.parametrize(
     "ending, message, code",
     [

@@ -31,6 +31,8 @@ SETTLE_S = 0.5
 GRACE_S = 3.0
 # A collective that a lost peer leaves waiting ends with an error after this time, on every node.
 COLLECTIVE_TIMEOUT_S = 120.0
+# Each imports torch: so many a core, or in all.
+PROCESSES_A_CORE, LEAST_ROOM = 4, 16
 # What torchrun sets for its workers; a process started here has a place of its own.
 TORCHRUN_NAMES = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
@@ -76,10 +78,16 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
     """Run `function(argument, worker)` in `world` new processes on this host and wait for all of them.
 
     `function` must be importable by name. Each `worker.emit(name, payload)` becomes `on_event(name, payload)` here.
-    Raises `WorkerFailed` as soon as one worker fails; whatever ends this call, no worker outlives it.
+    Raises `WorkerFailed` as soon as one worker fails; whatever ends this call, no worker outlives it. More processes
+    than a host can be meant to run are a `UserError`: ranks of a plan, say, that were asked for where there is no GPU.
     """
     from torch.distributed import TCPStore
 
+    most = max(LEAST_ROOM, PROCESSES_A_CORE * (os.cpu_count() or 1))
+    if world > most:
+        raise UserError(
+            f"{world} worker processes are too many for this host's {os.cpu_count()} CPU cores: {most} at most"
+        )
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], {}

@@ -7,6 +7,8 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from tpfused.cli.outputs import writing
+
 Row = Mapping[str, Any]
 
 
@@ -33,11 +35,12 @@ def error_line(error: Exception) -> str:
 def write_json(path: str, meta: Mapping[str, Any], rows: Sequence[Row]) -> None:
     """One row a line: a file of results is read in a diff, too."""
     lines = ",\n".join("  " + json.dumps(row) for row in rows)
-    Path(path).write_text(f'{{\n "meta": {json.dumps(meta, indent=2)},\n "rows": [\n{lines}\n ]\n}}\n')
+    with writing("json", path):
+        Path(path).write_text(f'{{\n "meta": {json.dumps(meta, indent=2)},\n "rows": [\n{lines}\n ]\n}}\n')
 
 
 def write_csv(path: str, rows: Sequence[Row]) -> None:
-    with open(path, "w", newline="") as file:
+    with writing("csv", path), open(path, "w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
         writer.writerows(rows)

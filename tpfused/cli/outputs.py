@@ -1,6 +1,8 @@
 """Files that a command is asked to write, looked at before the work whose result they will hold."""
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tpfused.cli.errors import UserError
@@ -18,3 +20,12 @@ def check_writable(option: str, given: str) -> None:
         raise UserError(f"--{option} {given} cannot be written: a name has at most {name_max} bytes")
     if not os.access(path if path.exists() else path.parent, os.W_OK):
         raise UserError(f"--{option} {given} cannot be written: no permission")
+
+
+@contextmanager
+def writing(option: str, given: str) -> Iterator[None]:
+    """Around the writing itself: a disk can be full all the same."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"--{option} {given} cannot be written: {error.strerror}") from error

@@ -76,10 +76,10 @@ class Plan:
 
 def layouts(shape: Shape, step: Step, gpus: int) -> Iterator[Layout]:
     """Those of exactly `gpus` that can be built: heads that split, a stage a block at least, whole micro-batches."""
-    for tp in _divisors(gpus):
-        for pp in _divisors(gpus // tp):
+    for tp in _divisors(gpus, shape.heads):
+        for pp in _divisors(gpus // tp, shape.layers):
             dp = gpus // tp // pp
-            if shape.splits(tp) and pp <= shape.layers and step.batch % (dp * step.micro_batch) == 0:
+            if shape.splits(tp) and step.batch % (dp * step.micro_batch) == 0:
                 yield Layout(tp, dp, pp)
 
 
@@ -150,5 +150,5 @@ def _sent(both: Both, tp: int) -> float:
     return sum(work.bytes * bus_factor(work.op, tp) for work in found if isinstance(work, Collective))
 
 
-def _divisors(number: int) -> list[int]:
-    return [each for each in range(1, number + 1) if number % each == 0]
+def _divisors(number: int, most: int) -> list[int]:
+    return [each for each in range(1, min(number, most) + 1) if number % each == 0]

@@ -114,7 +114,7 @@ def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
     Raises:
         UserError: a file that cannot be read, or is not of `tpfused bench comm`.
     """
-    machine = _from_file(options["from"], options["dtype"]) if options["from"] else None
+    machine = None if options["from"] is None else _from_file(options["from"], options["dtype"])
     if machine is None:
         if all(options[name] is None for name in SPEEDS):
             return None
