@@ -1,7 +1,9 @@
 """`tpfused plan`: what it teaches and refuses, a plan from numbers, from a file, and blocks that are run."""
 
 import json
+import operator
 import re
+from functools import reduce
 from pathlib import Path
 
 import pytest
@@ -152,6 +154,26 @@ def test_a_file_without_what_is_needed(comm_file, capsys):
     assert plan("--model", "gpt2", "--gpus", "1", "--from", comm_file) == 0
     assert plan("--model", "gpt2", "--gpus", "1", "--dtype", "fp16", "--from", comm_file) == 2
     assert "was measured in bf16, and --dtype is fp16" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "place, value",
+    [
+        (["memory_bytes"], -1),
+        (["rates", "matmul_tflops"], float("inf")),
+        (["rates", "fits", 0, "ranks"], 0),
+        (["rates", "fits", 0, "alpha_us"], "10"),
+        (["rates", "fits", 0, "us_per_byte"], float("nan")),
+    ],
+)
+def test_a_file_with_numbers_of_no_machine(comm_file, capsys, place, value):
+    found = json.loads(Path(comm_file).read_text())
+    *folders, name = ["meta", *place]
+    reduce(operator.getitem, folders, found)[name] = value
+    Path(comm_file).write_text(json.dumps(found))
+    assert plan("--model", "gpt2", "--gpus", "2", "--from", comm_file) == 2
+    err = capsys.readouterr().err
+    assert "is not what a whole run of tpfused bench comm --json writes" in err and err.count("\n") == 1
 
 
 def test_a_short_run(tmp_path, capsys):

@@ -156,6 +156,8 @@ def _from_file(path: str, dtype: str) -> Machine:
     try:
         meta = json.loads(Path(path).read_text())["meta"]
         rates, memory = Rates.from_dict(meta["rates"]), float(meta["memory_bytes"])
+        if not 0 < memory < math.inf:
+            raise ValueError(f"memory_bytes is {memory}")
         measured, source = meta["dtype"], f"{path}: {meta['gpus']} x {meta['card']}, {meta['dtype']}"
     except OSError as error:
         raise UserError(f"--from {path}: {error.strerror}") from error

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -62,10 +63,11 @@ class Rates:
             fits = tuple(Fit(**each) for each in known["fits"])
             passes = {kind: float(known["pass_rates"][kind]) for kind in (STRIDED, JOINED)}
             rates = {name: float(known[name]) for name in NAMES}
+            odd = [fit for fit in fits if not (fit.ranks > 1 and fit.alpha_us >= 0 and 0 <= fit.us_per_byte < math.inf)]
         except (KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no rates of a machine: {type(error).__name__}: {error}") from error
-        if not all(rate > 0 for rate in [*rates.values(), *passes.values()]):
-            raise ValueError(f"no rates of a machine: all must be positive, not {rates | passes}")
+        if odd or not all(0 < rate < math.inf for rate in [*rates.values(), *passes.values()]):
+            raise ValueError(f"no rates of a machine: all must be positive, not {odd[0] if odd else rates | passes}")
         return cls(**rates, pass_rates=passes, fits=fits)
 
 
