@@ -25,7 +25,7 @@ void few_rows(Group& group, const ColumnBackward& o, Workspace& workspace, cudaS
       if (&column != &o.columns.front()) product.add = part;
       matmul.run(product, stream, of_matmul);
     }
-    small_scatter(group, o.rows, o.k, o.type, part, nullptr, o.dx, stream);
+    small_scatter(group, o.rows, o.k, o.type, part, nullptr, nullptr, o.dx, stream);
   }
   if (o.wants_dw == Dw::none) return;
   const void* x = o.x;

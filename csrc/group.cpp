@@ -7,6 +7,11 @@
 #include "check.h"
 
 namespace tpfused {
+namespace {
+
+constexpr size_t most_awaited = 1024;  // counts of a slot and peer that a time-out can tell of
+
+}  // namespace
 
 PeerMemory::PeerMemory(int size, size_t slot_bytes)
     : slot_bytes_((slot_bytes + 4095) / 4096 * 4096),
@@ -68,6 +73,32 @@ PeerMemory::~PeerMemory() {
   cudaFree(own_);
 }
 
+void InOrder::create() {
+  for (Last* last : {&eager_, &captured_}) {
+    check(cudaEventCreateWithFlags(&last->ended, cudaEventDisableTiming), "cudaEventCreate");
+  }
+}
+
+void InOrder::destroy() {
+  for (Last* last : {&eager_, &captured_}) {
+    if (last->ended) cudaEventDestroy(last->ended);
+  }
+}
+
+void InOrder::begin(cudaStream_t stream, unsigned long long capture) {
+  const Last& last = capture ? captured_ : eager_;
+  if (!last.any || last.stream == stream || last.capture != capture) return;
+  check(cudaStreamWaitEvent(stream, last.ended, 0), "cudaStreamWaitEvent");
+}
+
+void InOrder::end(cudaStream_t stream, unsigned long long capture) {
+  Last& last = capture ? captured_ : eager_;
+  check(cudaEventRecord(last.ended, stream), "cudaEventRecord");
+  last.any = true;
+  last.stream = stream;
+  last.capture = capture;
+}
+
 Group::Group(int device, int rank, int size)
     : device(device), rank(rank), size(size), awaited_(PeerMemory::slots * size) {
   DeviceGuard guard(device);
@@ -78,7 +109,8 @@ Group::Group(int device, int rank, int size)
   check(cudaStreamCreateWithPriority(&beside, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
   marks_.resize(size, nullptr);
   for (cudaEvent_t& mark : marks_) check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate");
-  check(cudaEventCreateWithFlags(&small_sum_ended_, cudaEventDisableTiming), "cudaEventCreate");
+  small_sums_.create();
+  counts_.create();
   void* memory = nullptr;
   check(cudaHostAlloc(&memory, sizeof(Replays), cudaHostAllocPortable | cudaHostAllocMapped), "cudaHostAlloc");
   replays_ = new (memory) Replays{};
@@ -115,9 +147,7 @@ void Group::give_up(const std::string& operation, double seconds) {
   cudaStream_t stream = nullptr;  // the waiting ones are busy
   if (peers && cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess) {
     std::vector<uint32_t> words = peers->all_words(stream);
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer != rank) told += awaited_of(peer, words, stream);
-    }
+    told += missing(words, stream);
     words.resize(PeerMemory::words);
     for (uint32_t& word : words) word += 1u << 30;  // beyond whatever is waited for
     cudaMemcpyAsync(peers->arrived(rank, 0, 0), words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice,
@@ -130,26 +160,54 @@ void Group::give_up(const std::string& operation, double seconds) {
   if (nccl) abort_nccl();
 }
 
-std::string Group::awaited_of(int peer, const std::vector<uint32_t>& words, cudaStream_t stream) const {
-  const uint32_t* first = peers->arrived(rank, 0, 0);
-  auto word = [&](const uint32_t* at) { return words[at - first]; };
-  const std::string name = "rank " + std::to_string(peer) + "'s";
-  for (int slot = 0; slot < PeerMemory::slots; ++slot) {
-    // The GPU's own count does not tell which block an operation waits for: the first, at least.
-    uint32_t uses = word(peers->counter(slot));
-    uint32_t awaited = !peers->by_device ? awaited_[slot * size + peer].load() : uses ? (uses - 1) * whole + 1 : 0;
-    if (static_cast<int32_t>(word(peers->arrived(rank, slot, peer)) - awaited) >= 0) continue;
-    if (awaited % whole == 0 || peers->by_device) return "; " + name + " rows have not arrived";
-    return "; block " + std::to_string(awaited % whole) + " of " + name + " rows has not arrived";
+uint32_t Group::first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived) {
+  if (peers->by_device) {  // whose own count does not tell which block it waits for: the first, at least
+    uint32_t uses = words[peers->counter(slot) - peers->arrived(rank, 0, 0)];
+    uint32_t first = uses ? (uses - 1) * whole + 1 : arrived;
+    return static_cast<int32_t>(first - arrived) > 0 ? first : arrived;
   }
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  for (uint32_t count : awaited_[slot * size + peer]) {
+    if (static_cast<int32_t>(count - arrived) > 0) return count;
+  }
+  return arrived;
+}
+
+std::string Group::missing(const std::vector<uint32_t>& words, cudaStream_t stream) {
+  const uint32_t* first = peers->arrived(rank, 0, 0);
+  std::string told;
+  // Of all uses of slots, in the order in which operations take them, the first that waits is what the others wait for.
+  uint32_t oldest = UINT32_MAX;
+  for (int slot = 0; slot < PeerMemory::slots; ++slot) {
+    for (int peer = 0; peer < size; ++peer) {
+      if (peer == rank) continue;
+      uint32_t arrived = words[peers->arrived(rank, slot, peer) - first];
+      uint32_t awaited = first_awaited(slot, peer, words, arrived);
+      if (awaited == arrived) continue;
+      uint32_t use = (awaited - 1) / whole * PeerMemory::slots + slot;
+      if (use > oldest) continue;
+      if (use < oldest) told.clear();
+      oldest = use;
+      const std::string rows = "rank " + std::to_string(peer) + "'s rows";
+      bool in_blocks = awaited % whole && !peers->by_device;
+      told += in_blocks ? "; block " + std::to_string(awaited % whole) + " of " + rows + " has not arrived"
+                        : "; " + rows + " have not arrived";
+    }
+  }
+  if (!told.empty()) return told;
   // The number of a small sum is in a flag of each peer, or in its words.
-  uint32_t sum = word(peers->small_counter());
-  uint32_t flag = word(peers->small_flags(rank) + (sum % 2 * 2 * most_ranks + peer) * PeerMemory::small_blocks);
-  uint32_t tiny = 0;
-  const char* tiny_words = peers->tiny(rank) + (sum % 2 * size + peer) * PeerMemory::tiny_bytes;
-  cudaMemcpyAsync(&tiny, tiny_words + sizeof tiny, sizeof tiny, cudaMemcpyDeviceToHost, stream);
-  cudaStreamSynchronize(stream);
-  return flag == sum || tiny == sum ? "" : "; " + name + " part has not arrived";
+  uint32_t sum = words[peers->small_counter() - first];
+  for (int peer = 0; peer < size; ++peer) {
+    if (peer == rank) continue;
+    const uint32_t* flags = peers->small_flags(rank) + sum % 2 * 2 * most_ranks * PeerMemory::small_blocks;
+    const char* tiny_words = peers->tiny(rank) + (sum % 2 * size + peer) * PeerMemory::tiny_bytes;
+    uint32_t tiny = 0;
+    cudaMemcpyAsync(&tiny, tiny_words + sizeof tiny, sizeof tiny, cudaMemcpyDeviceToHost, stream);
+    cudaStreamSynchronize(stream);
+    bool arrived = words[flags - first + peer * PeerMemory::small_blocks] == sum || tiny == sum;
+    if (!arrived) told += "; rank " + std::to_string(peer) + "'s part has not arrived";
+  }
+  return told;
 }
 
 void Group::abort_nccl() {
@@ -177,7 +235,8 @@ Group::~Group() {
   for (cudaEvent_t mark : marks_) {
     if (mark) cudaEventDestroy(mark);
   }
-  if (small_sum_ended_) cudaEventDestroy(small_sum_ended_);
+  small_sums_.destroy();
+  counts_.destroy();
   if (transfers) cudaStreamDestroy(transfers);
   if (beside) cudaStreamDestroy(beside);
   cudaSetDevice(previous);
@@ -185,11 +244,12 @@ Group::~Group() {
 
 void Group::begin(const char* operation, cudaStream_t stream) {
   cudaStreamCaptureStatus status;
-  check(cudaStreamIsCapturing(stream, &status), "cudaStreamIsCapturing");
-  capturing_ = status == cudaStreamCaptureStatusActive;
+  capture_ = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &capture_), "cudaStreamGetCaptureInfo");
+  if (status != cudaStreamCaptureStatusActive) capture_ = 0;
   caller_ = stream;
   in_use_.clear();
-  if (capturing_) {
+  if (capturing()) {
     captured_ = true;
     if (peers && !peers->by_device) count_on_device();
     watchdog->watch_replays(operation);
@@ -206,7 +266,7 @@ void Group::lead() {
 }
 
 void Group::end(cudaStream_t stream) {
-  if (!capturing_) {
+  if (!capturing()) {
     cudaEvent_t ended = watchdog->end(stream);
     if (in_use_.empty()) return;
     // What comes next on the caller's stream need not wait until the peers know; but a graph's streams have to be
@@ -239,7 +299,8 @@ void Group::allocate(size_t slot_bytes) {
   peers = nullptr;
   peers = std::make_unique<PeerMemory>(size, slot_bytes);
   uses_ = 0;
-  for (auto& count : awaited_) count = 0;
+  std::lock_guard<std::mutex> lock(awaited_mutex_);
+  for (auto& counts : awaited_) counts.clear();
 }
 
 size_t Group::peer_bytes() const {
@@ -257,8 +318,10 @@ Group::Use Group::next_use() {
   int slot = static_cast<int>(use % PeerMemory::slots);
   in_use_.push_back({slot, use / PeerMemory::slots + 1});
   if (peers->by_device) {
-    uint32_t* number = peers->number_of_use(capturing_);
+    uint32_t* number = peers->number_of_use(capturing());
+    counts_.begin(caller_, capture_);  // a use has the same number on every rank
     count_use(peers->counter(slot), number, caller_);
+    counts_.end(caller_, capture_);
     follow({transfers, beside}, caller_);  // else they would read the number of the last replay
     in_use_.back() = {slot, 0, number};
   }
@@ -307,22 +370,15 @@ void Group::tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks
 }
 
 void Group::wait_for_arrival(Use use, int from, cudaStream_t stream, uint32_t blocks) {
-  if (!use.on_device) awaited_[use.slot * size + from] = (use.number - 1) * whole + blocks;
+  if (!use.on_device) {
+    std::lock_guard<std::mutex> lock(awaited_mutex_);
+    auto& counts = awaited_[use.slot * size + from];
+    counts.push_back((use.number - 1) * whole + blocks);
+    if (counts.size() > most_awaited) counts.pop_front();
+  }
   Words words;
   words.add(peers->arrived(rank, use.slot, from));
   wait(words, use, blocks, stream);
-}
-
-void Group::begin_small_sum(cudaStream_t stream) {
-  if (!capturing_ && small_sum_stream_ && small_sum_stream_ != stream) {
-    check(cudaStreamWaitEvent(stream, small_sum_ended_, 0), "cudaStreamWaitEvent");
-  }
-}
-
-void Group::end_small_sum(cudaStream_t stream) {
-  if (capturing_) return;  // a graph is replayed on one stream
-  check(cudaEventRecord(small_sum_ended_, stream), "cudaEventRecord");
-  small_sum_stream_ = stream;
 }
 
 void Group::mark(int owner, cudaStream_t stream) { check(cudaEventRecord(marks_[owner], stream), "cudaEventRecord"); }

@@ -7,6 +7,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <deque>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -98,6 +99,25 @@ class PeerMemory {
   char* own_ = nullptr;
 };
 
+// What has to run in the order in which it is enqueued, on whichever streams, in one CUDA graph too.
+class InOrder {
+ public:
+  void create();
+  void destroy();
+  // Around each one. `capture`: the number of the capture that is under way, or 0.
+  void begin(cudaStream_t stream, unsigned long long capture);
+  void end(cudaStream_t stream, unsigned long long capture);
+
+ private:
+  struct Last {
+    cudaEvent_t ended = nullptr;
+    bool any = false;
+    cudaStream_t stream = nullptr;
+    unsigned long long capture = 0;
+  };
+  Last eager_, captured_;
+};
+
 // What this rank needs to overlap a group's collectives with its matmuls. One a process group and device.
 class Group {
  public:
@@ -138,14 +158,14 @@ class Group {
   void tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks = whole);
   void wait_for_arrival(Use use, int from, cudaStream_t stream, uint32_t blocks = whole);
 
-  // Around the kernel of a small sum: they run one after the other, on whichever streams.
-  void begin_small_sum(cudaStream_t stream);
-  void end_small_sum(cudaStream_t stream);
+  // Around the kernels of a small sum, which use the same areas in turn.
+  void begin_small_sum(cudaStream_t stream) { small_sums_.begin(stream, capture_); }
+  void end_small_sum(cudaStream_t stream) { small_sums_.end(stream, capture_); }
   Replays* replays() const { return replays_; }
-  bool capturing() const { return capturing_; }
+  bool capturing() const { return capture_ != 0; }
   // What an operation in a graph tells the watchdog at its begin and end; null outside one.
-  Tally begun() const { return capturing_ ? Tally{replayed_, &replays_->begun} : Tally{}; }
-  Tally ended() const { return capturing_ ? Tally{replayed_ + 1, &replays_->ended} : Tally{}; }
+  Tally begun() const { return capturing() ? Tally{replayed_, &replays_->begun} : Tally{}; }
+  Tally ended() const { return capturing() ? Tally{replayed_ + 1, &replays_->ended} : Tally{}; }
 
   // With new memory for `slots`; what a captured graph uses stays.
   void allocate(size_t slot_bytes);
@@ -171,8 +191,9 @@ class Group {
  private:
   // Says who is missing, and lets everything on this rank's streams go on, so that the GPU and its process can.
   void give_up(const std::string& operation, double seconds);
-  // What this rank waits for from a peer, as far as the words in its memory tell.
-  std::string awaited_of(int peer, const std::vector<uint32_t>& words, cudaStream_t stream) const;
+  // Which peers this rank waits for, and for what, as far as the words in its memory tell.
+  std::string missing(const std::vector<uint32_t>& words, cudaStream_t stream);
+  uint32_t first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived);
   void abort_nccl();
   void count_on_device();                  // from now on
   void tell_emptied(cudaStream_t stream);  // all that the operation has used
@@ -182,7 +203,7 @@ class Group {
 
   MemoryOperations operations_;
   uint32_t uses_ = 0;
-  bool capturing_ = false;
+  unsigned long long capture_ = 0;                 // the number of the capture that is under way, or 0
   std::atomic<bool> captured_{false};              // whether a graph has ever been
   cudaStream_t caller_ = nullptr;                  // of the operation that is being enqueued
   cudaEvent_t beginning_ = nullptr;                // its beginning; null in a graph
@@ -190,12 +211,13 @@ class Group {
   std::vector<std::unique_ptr<PeerMemory>> kept_;  // for graphs that were captured with them
   Replays* replays_ = nullptr;                     // the host's
   uint32_t* replayed_ = nullptr;                   // its counts on the GPU
-  std::vector<std::atomic<uint32_t>> awaited_;     // of each slot and peer, the count that was waited for last
+  std::vector<std::deque<uint32_t>> awaited_;      // of each slot and peer, the counts that were waited for, in order
+  std::mutex awaited_mutex_;
   std::mutex failure_mutex_;
   std::string failure_;
   std::vector<cudaEvent_t> marks_;
-  cudaEvent_t small_sum_ended_ = nullptr;
-  cudaStream_t small_sum_stream_ = nullptr;  // of the last one
+  InOrder small_sums_;
+  InOrder counts_;  // of uses, by the GPU
   std::array<std::unique_ptr<Matmul>, 4> matmuls_;
 };
 

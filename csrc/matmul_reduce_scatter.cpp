@@ -13,18 +13,20 @@ void few_rows(Group& group, const MatmulReduceScatter& o, Workspace& workspace, 
   char* part = workspace.take(o.rows.total() * o.n * size_of(o.type));
   Product product{matrix(o.x, o.k), o.w.forward(), matrix(part, o.n), o.rows.total(), o.n, o.k};
   group.matmul(o.type).run(product, stream, of_matmul);
-  small_scatter(group, o.rows, o.n, o.type, part, o.bias, o.y, stream);
+  small_scatter(group, o.rows, o.n, o.type, part, o.residual, o.bias, o.y, stream);
 }
 
 }  // namespace
 
 // The peers' rows first and the own ones last: a finished part travels while the next is multiplied. Of two ranks, the
-// second half of the own rows starts from the peer's part, which has arrived by then, and the first half's sum is made
-// beside it.
+// first half of the own rows is summed beside the matmul of the second, which starts from the peer's part, which has
+// arrived by then, unless a residual comes to the sum: that would be rounded once more.
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o, Workspace workspace,
                            cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (is_small(group, tier, o.rows, o.n * static_cast<int64_t>(size_of(o.type)), most_scattered)) {
+  const int64_t row_bytes = o.n * static_cast<int64_t>(size_of(o.type));
+  if (row_bytes % 16 == 0 &&
+      is_small(group, tier, o.rows, row_bytes, most_scattered)) {  // the bias is added in vectors
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
@@ -32,27 +34,40 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
   Parts parts(group, tier, tiles, o.rows, {term}, o.n, workspace);
   const int64_t own = o.rows.by_rank().count(group.rank);
   const bool split = group.size == 2 && o.rows.batch == 1 && own >= least_split && o.k > 0 && !group.deterministic;
-  const int64_t added = split ? own / 256 * 128 : own;  // rows of which `add_parts` makes the sums
+  const int64_t half = own / 256 * 128;
+  auto from = [&](int64_t row, const void* base, int64_t width) {
+    return base ? const_cast<char*>(static_cast<const char*>(base) + tiles.bytes(row * width)) : nullptr;
+  };
+  auto sum = [&](int64_t first, int64_t rows, cudaStream_t on) {
+    auto all = parts.scatter().receive(parts.own(), on);
+    if (o.residual) all.push_back(o.residual);
+    for (const void*& part : all) part = from(first, part, o.n);
+    add_parts(from(first, o.y, o.n), all.data(), static_cast<int>(all.size()), o.bias, rows, o.n, o.type, on);
+  };
 
   Product product = parts.own_product(term);
-  if (split) product.m = added;
+  if (!split) {
+    tiles.multiply(Tiles::caller, product);
+    sum(0, own, stream);
+    return tiles.end();
+  }
+  product.m = half;
   tiles.multiply(Tiles::caller, product);
-  if (split) tiles.join(Tiles::beside, Tiles::caller);
-  auto adding = tiles.stream(split ? Tiles::beside : Tiles::caller);
-  auto all = parts.scatter().receive(parts.own(), adding);
-  add_parts(o.y, all.data(), group.size, o.bias, added, o.n, o.type, adding);
-  if (split) {
-    auto rest = [&](const void* base, int64_t width) {
-      return const_cast<char*>(static_cast<const char*>(base) + tiles.bytes(added * width));
-    };
-    product.m = own - added;
-    product.a.data = rest(product.a.data, o.k);
-    product.add = rest(parts.scatter().receive(parts.own(), stream)[1 - group.rank], o.n);
-    product.y.data = rest(o.y, o.n);
+  tiles.join(Tiles::beside, Tiles::caller);
+  sum(0, half, tiles.stream(Tiles::beside));
+  product.m = own - half;
+  product.a.data = from(half, product.a.data, o.k);
+  if (o.residual) {
+    product.y.data = from(half, product.y.data, o.n);
+    tiles.multiply(Tiles::caller, product);
+    sum(half, own - half, stream);
+  } else {
+    product.add = from(half, parts.scatter().receive(parts.own(), stream)[1 - group.rank], o.n);
+    product.y.data = from(half, o.y, o.n);
     product.bias = o.bias;
     tiles.multiply(Tiles::caller, product);
-    tiles.join(Tiles::caller, Tiles::beside);
   }
+  tiles.join(Tiles::caller, Tiles::beside);
   tiles.end();
 }
 

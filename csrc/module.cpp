@@ -262,9 +262,10 @@ PyObject* run_all_gather_matmul(PyObject*, PyObject* args) {
 
 PyObject* run_matmul_reduce_scatter(PyObject*, PyObject* args) {
   Call c;
-  long long y, bias;
-  if (!c.parse(args, "matmul_reduce_scatter", "LL", {&y, &bias})) return nullptr;
-  MatmulReduceScatter operation{c.rows(), c.k, c.n, at<void>(c.x), c.weight(), at<void>(y), at<void>(bias), c.type()};
+  long long y, residual, bias;
+  if (!c.parse(args, "matmul_reduce_scatter", "LLL", {&y, &residual, &bias})) return nullptr;
+  MatmulReduceScatter operation{
+      c.rows(), c.k, c.n, at<void>(c.x), c.weight(), at<void>(y), at<void>(residual), at<void>(bias), c.type()};
   return run("matmul_reduce_scatter", matmul_reduce_scatter, c, operation);
 }
 
@@ -381,7 +382,7 @@ PyMethodDef methods[] = {
      "all, columns), each n, w, w_leading, y, activation, bias, pre, in place of those before; "
      "see operations.h."},
     {"matmul_reduce_scatter", run_matmul_reduce_scatter, METH_VARARGS,
-     "matmul_reduce_scatter(" CALL_NAMES "y, bias); see operations.h."},
+     "matmul_reduce_scatter(" CALL_NAMES "y, residual, bias); see operations.h."},
     {"column_backward", run_column_backward, METH_VARARGS,
      "column_backward(" CALL_NAMES
      "whole, dx, wants_dx, wants_dw, columns), each n, w, w_leading, dpre, dw, in place of those "

@@ -45,15 +45,16 @@ struct AllGatherMatmul {
 void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& operation, Workspace workspace,
                        cudaStream_t stream);
 
-// y [own rows, n] = this rank's rows of the sum over the ranks of x [total, k] @ w.T, plus bias. Each rank's part is
-// rounded to the type, and the parts are added in float32 in the ranks' order.
+// y [own rows, n] = this rank's rows of the sum over the ranks of x [total, k] @ w.T, plus a residual and a bias. Each
+// rank's part is rounded to the type, and the parts are added in float32 in the ranks' order, and then those.
 struct MatmulReduceScatter {
   Rows rows;
   int64_t k, n;
   const void* x;  // contiguous [total, k]
   Weight w;
-  void* y;           // contiguous
-  const void* bias;  // or null
+  void* y;               // contiguous
+  const void* residual;  // contiguous [own rows, n], or null
+  const void* bias;      // or null
   Type type;
 };
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& operation, Workspace workspace,

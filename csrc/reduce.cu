@@ -49,7 +49,7 @@ void launch(void* y, const Parts& parts, int count, const void* bias, int64_t ro
 void add_parts(void* y, const void* const* parts, int count, const void* bias, int64_t rows, int64_t n, Type type,
                cudaStream_t stream) {
   if (rows * n == 0) return;
-  if (count > most_parts) throw std::runtime_error("add_parts: more than 64 parts");
+  if (count > most_parts) throw std::runtime_error("add_parts: more than 65 parts");
   Parts list;
   for (int part = 0; part < count; ++part) list.at[part] = parts[part];
   by_type(type, [&](auto zero) { launch<decltype(zero)>(y, list, count, bias, rows, n, stream); });

@@ -6,7 +6,7 @@
 
 namespace tpfused {
 
-constexpr int most_parts = 64;
+constexpr int most_parts = 65;  // of all ranks, and a residual
 
 // y = the sum of `count` parts, in their order and in float32, plus bias (or null), rounded once. y and each part:
 // contiguous [rows, n].

@@ -65,14 +65,15 @@ struct Areas {
     }
   }
 
-  // All ranks' vector of the first phase, in their order, and the bias: `own` is this rank's, and the others' lie at
-  // `vector` of their numbers.
+  // All ranks' vector of the first phase, in their order, then the residual's and the bias, if there are any: `own` is
+  // this rank's, and the others' lie at `vector` of their numbers.
   template <typename T>
-  __device__ int4 sum(uint32_t turn, int4 own, int64_t vector, const T* bias) const {
+  __device__ int4 sum(uint32_t turn, int4 own, int64_t vector, const int4* residual, const T* bias) const {
     float sums[width<T>] = {};
     for (int from = 0; from < size; ++from) {
       add<T>(from == rank ? own : read(numbers(rank, turn, 0, from) + vector * 16), sums);
     }
+    if (residual) add<T>(residual[vector], sums);
     add_bias(bias, sums);
     return rounded<T>(sums);
   }

@@ -21,12 +21,12 @@ __global__ void __launch_bounds__(small_threads) gather(Areas areas, Split split
 
 template <typename T>
 __global__ void __launch_bounds__(small_threads)
-    scatter(Areas areas, Split split, const int4* part, const T* bias, int64_t n, int4* y) {
+    scatter(Areas areas, Split split, const int4* part, const int4* residual, const T* bias, int64_t n, int4* y) {
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
   scatter_parts(areas, split, turn, part);
   areas.meet(epoch, 0);
-  sum_own<T>(areas, split, turn, part, bias, n, [&](int64_t i, int4 value) { y[i] = value; });
+  sum_own<T>(areas, split, turn, part, residual, bias, n, [&](int64_t i, int4 value) { y[i] = value; });
   areas.end(epoch);
 }
 
@@ -55,15 +55,15 @@ void small_gather(Group& group, const Rows& rows, int64_t row_bytes, const void*
   group.end_small_sum(stream);
 }
 
-void small_scatter(Group& group, const Rows& rows, int64_t n, Type type, const void* part, const void* bias, void* y,
-                   cudaStream_t stream) {
+void small_scatter(Group& group, const Rows& rows, int64_t n, Type type, const void* part, const void* residual,
+                   const void* bias, void* y, cudaStream_t stream) {
   const int64_t row_bytes = n * static_cast<int64_t>(size_of(type)), own = own_bytes(rows, row_bytes);
   group.begin_small_sum(stream);
   by_type(type, [&](auto zero) {
     using T = decltype(zero);
     launch_after_matmul(group, scatter<T>, blocks_for(own / 16), small_threads, stream, areas_of(group, own),
-                        split_of(rows, row_bytes), static_cast<const int4*>(part), static_cast<const T*>(bias), n,
-                        static_cast<int4*>(y));
+                        split_of(rows, row_bytes), static_cast<const int4*>(part), static_cast<const int4*>(residual),
+                        static_cast<const T*>(bias), n, static_cast<int4*>(y));
   });
   group.end_small_sum(stream);
 }

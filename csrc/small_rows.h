@@ -22,9 +22,10 @@ constexpr int64_t most_features_gathered = PeerMemory::most_small_bytes;
 // all [total rows] = every rank's rows, of which this one's are x. Contiguous, aligned to 16 bytes.
 void small_gather(Group& group, const Rows& rows, int64_t row_bytes, const void* x, void* all, cudaStream_t stream);
 
-// y [own rows, n] = these rows of the sum over the ranks of part [total rows, n], plus bias [n] or null: added in
-// float32 in the ranks' order, and rounded once. Contiguous; y and part aligned to 16 bytes.
-void small_scatter(Group& group, const Rows& rows, int64_t n, Type type, const void* part, const void* bias, void* y,
-                   cudaStream_t stream);
+// y [own rows, n] = these rows of the sum over the ranks of part [total rows, n], plus residual [own rows, n] and bias
+// [n], either of which may be null: added in float32 in the ranks' order, and rounded once. Contiguous; y, part and
+// residual aligned to 16 bytes; with a bias, rows of whole 16 bytes.
+void small_scatter(Group& group, const Rows& rows, int64_t n, Type type, const void* part, const void* residual,
+                   const void* bias, void* y, cudaStream_t stream);
 
 }  // namespace tpfused

@@ -18,7 +18,9 @@ __global__ void __launch_bounds__(small_threads)
   auto tell = [&](int64_t i, int4 value) { areas.tell_peers(turn, 0, i, value); };
   for_each_vector(vectors, [&](int64_t i) { return part[i]; }, tell);
   areas.meet(epoch, 0);
-  auto sum = [&](int64_t i) { return areas.sum<T>(turn, part[i], i, bias ? bias + i * width<T> % n : nullptr); };
+  auto sum = [&](int64_t i) {
+    return areas.sum<T>(turn, part[i], i, nullptr, bias ? bias + i * width<T> % n : nullptr);
+  };
   for_each_vector(vectors, sum, [&](int64_t i, int4 value) { y[i] = value; });
   areas.end(epoch);
 }
@@ -31,7 +33,7 @@ __global__ void __launch_bounds__(small_threads)
   follow_matmul();
   scatter_parts(areas, split, turn, part);
   areas.meet(epoch, 0);
-  sum_own<T>(areas, split, turn, part, bias, n, [&](int64_t i, int4 value) {
+  sum_own<T>(areas, split, turn, part, nullptr, bias, n, [&](int64_t i, int4 value) {
     y[split.place(areas.rank, i)] = value;
     areas.tell_peers(turn, 1, i, value);
   });

@@ -109,8 +109,10 @@ class Call:
         if wants_dx:
             self.at(dx, self.own, self.k).copy_(self.scattered(parts))
 
-    def matmul_reduce_scatter(self, y, bias) -> None:
+    def matmul_reduce_scatter(self, y, residual, bias) -> None:
         sums = self.scattered(self.read(self.x, self.total, self.k) @ self.weight().T)
+        if residual:
+            sums += self.read(residual, self.own, self.n)
         self.at(y, self.own, self.n).copy_(sums + self.bias(bias, self.n) if bias else sums)
 
     def row_backward(self, dy, dx, dw, wants_dx, wants_dw) -> None:

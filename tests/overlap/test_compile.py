@@ -94,7 +94,7 @@ def check_operators(ctx, tp, seed):
         x, weight, bias = (value.requires_grad_() for value in draw(block, splits, dtype).values())
         dim = options.get("sequence_dim", 0)
         each, batch = (SHAPE[1], 1) if dim == 0 else (1, SHAPE[0])
-        sizes = [SHAPE[dim], each, batch, K, N, int(options.get("save_gathered", False))]
+        sizes = [SHAPE[dim], each, batch, K, N, int(options.get("save_gathered", False)), 0]
         rows = to_rows(x.detach()).requires_grad_()
         operator = getattr(torch.ops.tpfused, operation.__name__).default
         torch.library.opcheck(operator, (rows, [weight], [bias], options.get("activation"), sizes, True, name))

@@ -59,10 +59,10 @@ def beside(ctx, wrap, width, seed):
     return model, [weight for block in blocks for weight in block.pair]
 
 
-def check_data_parallel(ctx, wrap, steps, seed):
+def check_data_parallel(ctx, wrap, steps, few, seed):
     """A step's result and gradients are those that it has with plain collectives."""
     communicator.set_timeout(20)
-    tokens, width = (1024, 1024) if ctx.device.type == "cuda" else (4, 8)
+    tokens, width = (128 if few else 1024, 1024) if ctx.device.type == "cuda" else (4, 8)
     model, weights = beside(ctx, wrap, width, seed)
     rng = random.Random(seed)
     torch.manual_seed(seed + ctx.rank)
@@ -159,9 +159,11 @@ def check_peers_out_of_reach(ctx, why):
     return sum("travel by NCCL" in str(warning.message) for warning in caught)
 
 
+@pytest.mark.parametrize("few", [False, True], ids=["many rows", "few rows"])
 @pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
-def test_beside_data_parallelism(ranks, wrap, seed):
-    ranks.run(check_data_parallel, wrap, 100 if ranks.device == "cuda" else 2, seed, timeout=60)
+def test_beside_data_parallelism(ranks, wrap, few, seed):
+    """Many rows travel by copy engines, few by kernels that wait for each other on the GPU."""
+    ranks.run(check_data_parallel, wrap, 50 if ranks.device == "cuda" else 2, few, seed, timeout=60)
 
 
 def test_beside_asynchronous_collectives(ranks, seed):

@@ -23,7 +23,9 @@ from tpfused.reference import activate
 # Tokens, batch, in and out features. Uneven ones; 2 and 1 tokens, and 3 features on four ranks, leave some with none.
 # Of 32 features each rank has a multiple of 8, which the matmul itself can give a GELU.
 CPU_SIZES = [(8, 2, 6, 8), (5, 1, 7, 10), (2, 3, 5, 1), (1, 1, 4, 5), (3, 2, 4, 32)]
+# Of the last but one, rows are no multiple of 16 bytes, but a rank's are.
 GPU_SIZES = [(512, 1, 256, 512), (300, 2, 264, 1000), (7, 3, 130, 66), (1, 1, 64, 3), (2048, 1, 1024, 2048)]
+GPU_SIZES += [(64, 1, 100, 12), (4608, 1, 64, 1024)]  # and the own rows are added in two halves
 
 SHAPE, K, N = (7, 5), 6, 10  # x is [7, 5, 6]: either of its first dimensions may be the tokens
 # Operation, the dimensions along which x, weight and bias are split, options.
@@ -186,25 +188,32 @@ def check_matmul_reduce_scatter(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
     for (name, dtype), (tokens, batch, k, n) in product(tiers_and_dtypes(ctx), sizes(ctx, tp)):
-        for dim, with_bias in ((0, True), (1, False)):
+        for dim, with_bias, with_residual in ((0, True, True), (1, False, True), (0, False, False), (1, True, False)):
             x = block.randn(*((tokens, batch) if dim == 0 else (batch, tokens)), k, dtype=dtype)
             weight, bias = block.randn(n, k, dtype=dtype) * k**-0.5, block.randn(n, dtype=dtype)
-            grad = block.randn(*x.shape[:-1], n, dtype=dtype)
-            mine = {"x": block.own(x, -1), "weight": block.own(weight, 1)} | ({"bias": bias} if with_bias else {})
+            grad, residual = (block.randn(*x.shape[:-1], n, dtype=dtype) for _ in range(2))
+            mine = {"x": block.own(x, -1), "weight": block.own(weight, 1)}
+            mine |= {"bias": bias} if with_bias else {}
+            mine |= {"residual": block.own(residual, dim)} if with_residual else {}
             mine = {key: value.detach().clone().requires_grad_() for key, value in mine.items()}
             poison(ctx, grad)
             with forced(ctx, tp, name):
-                out = matmul_reduce_scatter(*mine.values(), sequence_dim=dim, **block.place)
+                out = matmul_reduce_scatter(
+                    **{"x_shard_k" if key == "x" else key: value for key, value in mine.items()},
+                    sequence_dim=dim,
+                    **block.place,
+                )
                 poison(ctx, grad)
                 out.backward(block.own(grad, dim))
             actual = {"out": out.detach()} | {key: value.grad for key, value in mine.items() if key != "bias"}
 
-            def dense(x, weight, bias=bias if with_bias else None):
-                return F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+            def dense(x, weight, residual=None, bias=bias if with_bias else None):
+                y = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
+                return y if residual is None else residual + y
 
-            parts = {"out": dim, "x": -1, "weight": 1}
-            what = f"{name} {dtype} {tokens, batch, k, n} dim {dim}"
-            inputs = {"x": x, "weight": weight}
+            parts = {"out": dim, "x": -1, "weight": 1, "residual": dim}
+            what = f"{name} {dtype} {tokens, batch, k, n} dim {dim} {with_residual=}"
+            inputs = {"x": x, "weight": weight} | ({"residual": residual} if with_residual else {})
             check(block, actual, dense, inputs, grad, parts, what)
             if with_bias:
                 own = block.own(grad, dim).double().flatten(0, 1).sum(0)

@@ -14,7 +14,7 @@ from tpfused.group import resolve_group, with_replicas
 from tpfused.kernels.rotary import rotary_qkv
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.cache import LayerCache
-from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward
+from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward, joined
 from tpfused.layers.norm import Norm
 from tpfused.layers.sdpa import attention_with_probabilities, scaled_dot_product_attention
 from tpfused.main_grad import into_main_grad
@@ -121,13 +121,14 @@ class ParallelAttention(nn.Module):
         *,
         total_len: int | None = None,
         cache: LayerCache | None = None,
+        residual: Tensor | None = None,
         then: tuple[Tensor, Norm] | None = None,
         return_probabilities: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism.
 
         `cache`: attend to the tokens in it too, and add these; causal, without a mask or sequence parallelism.
-        `then`: as in `RowParallelLinear`, in the input's layout.
+        `residual`, `then`: as in `RowParallelLinear`, in the input's layout.
 
         `return_probabilities`: -> the output, and what each of this rank's heads weights the values by, after dropout:
         ``[batch, own heads, tokens, tokens]``; without a cache or `then`.
@@ -154,9 +155,8 @@ class ParallelAttention(nn.Module):
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
         out = out.flatten(2)
-        if then is not None:
-            return self.out(out, then=then)
-        return (self.out(out), probabilities) if return_probabilities else self.out(out)
+        out = self.out(out, **joined(residual, then))
+        return (out, probabilities) if return_probabilities else out
 
     def _project(self, x: Tensor, total_len: int | None) -> Tensor:
         """All tokens' q, k and v of this rank's heads, rows packed by kv head; the tokens where `sequence_dim` says."""

@@ -205,6 +205,11 @@ class PackedColumnParallelLinear(ColumnParallelLinear):
             self.fill_parameter("bias", self.packing.pack(biases))
 
 
+def joined(residual: Tensor | None, then: tuple[Tensor, Norm] | None) -> dict[str, object]:
+    """For a `RowParallelLinear`, or what has taken its place and need not know of what is not given."""
+    return {name: given for name, given in (("residual", residual), ("then", then)) if given is not None}
+
+
 class RowParallelLinear(LinearParameters):
     """``x @ weight.T + bias`` with the input features split over the ranks.
 
@@ -219,7 +224,7 @@ class RowParallelLinear(LinearParameters):
 
     Shapes: input ``[..., in shard]`` (``[..., in]`` without `input_is_parallel`); output ``[..., out]``, its
     `sequence_dim` this rank's part under sequence parallelism. Raises as `ColumnParallelLinear` does, and a
-    ValueError for `then` where it can't be.
+    ValueError for `then` or `residual` where it can't be.
     """
 
     def __init__(
@@ -261,10 +266,13 @@ class RowParallelLinear(LinearParameters):
         self.sequence_dim = sequence_dim
 
     def forward(
-        self, x: Tensor, *, then: tuple[Tensor, Norm] | None = None
+        self, x: Tensor, *, residual: Tensor | None = None, then: tuple[Tensor, Norm] | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor]:
-        """`then`: a residual ``[..., out]`` and what normalises it: -> its sum with the output, and that normalised, as
-        `matmul_all_reduce_norm`; without sequence parallelism or `skip_bias_add`."""
+        """`residual`: of the output's shape: -> their sum; without `skip_bias_add`. `then`: a residual ``[..., out]``
+        and what normalises it: -> its sum with the output, and that normalised, as `matmul_all_reduce_norm`; without
+        sequence parallelism or `skip_bias_add`."""
+        if residual is not None and (then is not None or self.skip_bias_add):
+            raise ValueError("RowParallelLinear: a residual goes with neither `then` nor skip_bias_add")
         if then is not None:
             return self._forward_norm(x, *then)
         weight, main_grad = self.weight_and_main_grad()
@@ -285,14 +293,16 @@ class RowParallelLinear(LinearParameters):
                 input_is_parallel=self.input_is_parallel,
                 sequence_dim=dim,
             )
+            out = out if residual is None else residual + out
         else:
             if not self.input_is_parallel:
                 x = scatter_to_group(x, -1, self.group)
             overlapped = {"in_features": self.in_features, "main_grad": main_grad, "group": self.group}
             if dim is None:
                 out = matmul_all_reduce(x, weight, added, **overlapped)
+                out = out if residual is None else residual + out
             else:
-                out = matmul_reduce_scatter(x, weight, added, sequence_dim=dim, **overlapped)
+                out = matmul_reduce_scatter(x, weight, added, sequence_dim=dim, residual=residual, **overlapped)
         return (out, bias) if self.skip_bias_add else out
 
     def _forward_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:

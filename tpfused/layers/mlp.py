@@ -11,7 +11,7 @@ from tpfused import checks, reference
 from tpfused.group import resolve_group
 from tpfused.kernels.gated_act import gated_act
 from tpfused.layers.backend import runs_kernels
-from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear
+from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear, joined
 from tpfused.layers.norm import Norm
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
@@ -63,12 +63,17 @@ class ParallelMLP(nn.Module):
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
     def forward(
-        self, x: Tensor, *, total_len: int | None = None, then: tuple[Tensor, Norm] | None = None
+        self,
+        x: Tensor,
+        *,
+        total_len: int | None = None,
+        residual: Tensor | None = None,
+        then: tuple[Tensor, Norm] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism. `then`: as in
-        `RowParallelLinear`."""
+        """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism. `residual`,
+        `then`: as in `RowParallelLinear`."""
         x = self.fc1(x, total_len=total_len)
-        return self.fc2(x) if then is None else self.fc2(x, then=then)
+        return self.fc2(x, **joined(residual, then))
 
 
 class ParallelGatedMLP(nn.Module):
@@ -112,13 +117,18 @@ class ParallelGatedMLP(nn.Module):
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
     def forward(
-        self, x: Tensor, *, total_len: int | None = None, then: tuple[Tensor, Norm] | None = None
+        self,
+        x: Tensor,
+        *,
+        total_len: int | None = None,
+        residual: Tensor | None = None,
+        then: tuple[Tensor, Norm] | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """`total_len`, `then`: as in `ParallelMLP`."""
+        """`total_len`, `residual`, `then`: as in `ParallelMLP`."""
         gate_up = self.gate_up(x, total_len=total_len)
         gate = gated_act if runs_kernels(gate_up, self.down.backend, "gated activation") else reference.gated_act
         x = gate(gate_up, activation=self.activation)
-        return self.down(x) if then is None else self.down(x, then=then)
+        return self.down(x, **joined(residual, then))
 
 
 def check_gates(ffn_size: int, activation: str, ranks: int) -> None:

@@ -188,10 +188,23 @@ class ParallelTransformerBlock(nn.Module):
                 raise ValueError("ParallelTransformerBlock: normed and following go together, without mask, total_len")
             x, normed = self.attention(normed, cache=cache, then=(x, self.mlp_norm))
             return self.mlp(normed, then=(x, following))
+        if self._joins_residuals():
+            x = self.attention(self.attention_norm(x), mask, total_len=total_len, cache=cache, residual=x)
+            return self.mlp(self.mlp_norm(x), total_len=total_len, residual=x)
         attended = self.attention(self.attention_norm(x), mask, total_len=total_len, cache=cache)
         x = x + hidden_dropout(attended, self.config, self.group, self.training)
         fed = self.mlp(self.mlp_norm(x), total_len=total_len)
         return x + hidden_dropout(fed, self.config, self.group, self.training)
+
+    def _joins_residuals(self) -> bool:
+        """Whether the sums of the ranks' parts take the residuals too: where nobody sees what is between."""
+        if self.config.dropout and self.training or torch.compiler.is_compiling():  # compilers fuse it themselves
+            return False
+        rows = self.attention.out, self.mlp.down if self.config.gated else self.mlp.fc2
+        parts = (self.attention, ParallelAttention), (self.mlp, ParallelGatedMLP if self.config.gated else ParallelMLP)
+        return all(_is_untouched(each, kind) for each, kind in parts) and all(
+            _is_untouched(row, RowParallelLinear) for row in rows
+        )
 
 
 class ParallelTransformer(nn.Module):
@@ -287,15 +300,19 @@ class ParallelTransformer(nn.Module):
     def _is_as_built(self) -> bool:
         """Whether what a decoding step joins may be joined."""
         mlp, row = (ParallelGatedMLP, "down") if self.config.gated else (ParallelMLP, "fc2")
-        return _is_untouched(self.norm, Norm) and all(
-            _is_untouched(block, ParallelTransformerBlock)
-            and _is_untouched(block.attention_norm, Norm)
-            and _is_untouched(block.attention, ParallelAttention)
-            and _is_untouched(block.attention.out, RowParallelLinear)
-            and _is_untouched(block.mlp_norm, Norm)
-            and _is_untouched(block.mlp, mlp)
-            and _is_untouched(getattr(block.mlp, row), RowParallelLinear)
-            for block in self.blocks
+        return (
+            not self.training
+            and _is_untouched(self.norm, Norm)
+            and all(
+                _is_untouched(block, ParallelTransformerBlock)
+                and _is_untouched(block.attention_norm, Norm)
+                and _is_untouched(block.attention, ParallelAttention)
+                and _is_untouched(block.attention.out, RowParallelLinear)
+                and _is_untouched(block.mlp_norm, Norm)
+                and _is_untouched(block.mlp, mlp)
+                and _is_untouched(getattr(block.mlp, row), RowParallelLinear)
+                for block in self.blocks
+            )
         )
 
     def _logits_of_step(self, x: Tensor, caches: list[LayerCache]) -> Tensor:
@@ -339,7 +356,8 @@ def _is_untouched(module: nn.Module, kind: type) -> bool:
     """Whether nobody has wrapped or replaced it, as FSDP and LoRA do, or is called before, after or instead of it."""
     return (
         type(module) is kind
-        and not (module._forward_hooks or module._forward_pre_hooks or module.training)
+        and not (module._forward_hooks or module._forward_pre_hooks)
+        and not (module._backward_hooks or module._backward_pre_hooks)
         and "forward" not in vars(module)
     )
 

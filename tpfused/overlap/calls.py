@@ -71,13 +71,16 @@ def column_backward(
     return dx, dweights if needs.main_grads is None else [None] * len(dweights)
 
 
-def matmul_reduce_scatter(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+def matmul_reduce_scatter(
+    link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
+) -> Tensor:
     (weight, leading), bias = _matrix(weight), _vector(bias)
+    residual = None if residual is None else _aligned(residual)
     n = weight.shape[0]
     y = x.new_empty(*plan.leading or (plan.own,), n)
     slot = plan.padded * n
     staged = plan.total * n + (slot if link[1] == "nccl" else 0)
-    more = n, weight.data_ptr(), leading, y.data_ptr(), _address(bias)
+    more = n, weight.data_ptr(), leading, y.data_ptr(), _address(residual), _address(bias)
     _run(link, "matmul_reduce_scatter", plan, x, slot, staged, *more)
     return y
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import Parameter
 
 from tpfused import checks, reference
 from tpfused.group import TPGroup
@@ -24,13 +25,15 @@ def matmul_reduce_scatter(
     sequence_dim: int = 0,
     in_features: int | None = None,
     main_grad: Tensor | None = None,
+    residual: Tensor | None = None,
     group=None,
     mesh=None,
 ) -> Tensor:
-    """This rank's tokens of the sum over the ranks of ``x @ weight.T``, plus bias. Differentiable.
+    """This rank's tokens of the sum over the ranks of ``x @ weight.T``, plus bias and residual. Differentiable.
 
     A finished part of the output travels to its owner while the next is multiplied. Each rank's part is rounded to the
-    dtype; they are added in float32 in the ranks' order. Backward: dy is gathered beside the dgrad.
+    dtype; they are added in float32 in the ranks' order, and so is what comes to them. Backward: dy is gathered beside
+    the dgrad.
 
     Args:
         x_shard_k: ``[..., k]``, all tokens, this rank's input features.
@@ -39,6 +42,7 @@ def matmul_reduce_scatter(
         in_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
             these: weights that come without share one.
         main_grad: float32 ``[n, k]`` to which backward adds the weight's gradient in float32, instead of returning one.
+        residual: of the result's shape, for one rounding and one pass less than if it were added afterwards.
         group, mesh: as for the layers.
 
     Returns:
@@ -49,7 +53,27 @@ def matmul_reduce_scatter(
     """
     weights, biases = (weight,), (bias,)
     call = look_up(_prepare, group, mesh, x_shard_k, weights, biases, sequence_dim, in_features)
-    return _OPERATION(call, x_shard_k, weights, biases, None if main_grad is None else (main_grad,))[0]
+    joined = None
+    if residual is not None:
+        _check_residual(residual, call, x_shard_k, weight)
+        joined = residual if _joins(residual, call, x_shard_k) else None
+    y = _OPERATION(call, x_shard_k, weights, biases, None if main_grad is None else (main_grad,), joined)[0]
+    return y if residual is joined else residual + y
+
+
+def _check_residual(residual: Tensor, call: Call, x: Tensor, weight: Tensor) -> None:
+    """The same on every rank, as far as shapes go."""
+    shape = (*(call.plan.leading or (call.plan.own,)), weight.shape[0])
+    if residual.shape != shape or residual.device != x.device:
+        raise ValueError(
+            f"{NAME}: the residual, {tuple(residual.shape)} on {residual.device}, must be {shape} on {x.device}"
+        )
+
+
+def _joins(residual: Tensor, call: Call, x: Tensor) -> bool:
+    """Whether the operation itself may add it. What the ranks exchange is the same then."""
+    plain = type(residual) in (Tensor, Parameter) and residual.dtype == x.dtype
+    return plain and call.direct and not call.autocasts
 
 
 def _prepare(tp: TPGroup, x, weights, biases, sequence_dim, in_features) -> Call:
@@ -72,12 +96,12 @@ class _MatmulReduceScatter(Operation):
 
     name = NAME
 
-    def forward(self, chosen, plan, training, x, weights, biases):
+    def forward(self, chosen, plan, training, x, weights, biases, residual=None):
         (weight,), (bias,) = weights, biases
         if chosen is None:
             y = scatter_rows(product(x, weight.T), plan)
             return [y if bias is None else y + bias], []
-        return [calls.matmul_reduce_scatter(chosen, plan, x, weight, bias)], []
+        return [calls.matmul_reduce_scatter(chosen, plan, x, weight, bias, residual)], []
 
     def backward(self, chosen, plan, needs, grads, x, weights, kept):
         (dy,), (weight,) = grads, weights

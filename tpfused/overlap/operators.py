@@ -52,12 +52,20 @@ class Operation:
     name: str
 
     def forward(
-        self, chosen: Chosen, plan: Plan, training: bool, x: Tensor, weights: Operands, biases: Operands
+        self,
+        chosen: Chosen,
+        plan: Plan,
+        training: bool,
+        x: Tensor,
+        weights: Operands,
+        biases: Operands,
+        residual: Tensor | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """-> new results, and in training, if the plan `keeps_pre`, new ``[total, this rank's n]`` pre-activations;
         after those, if it `saves_gathered`, all ranks' rows of x, which `backward` then gets in place of x.
 
-        With a tier, x may have more dimensions, and so may the results, as the plan's `leading` says.
+        With a tier, x may have more dimensions, and so may the results, as the plan's `leading` says. A residual, of
+        the result's dtype and number of entries, comes with a tier and to an operation that adds it only.
         """
         raise NotImplementedError
 
@@ -98,7 +106,13 @@ class Operation:
         self._function = type(type(self).__name__.removeprefix("_"), (_Function,), {})
 
     def __call__(
-        self, call: Call, x: Tensor, weights: Operands, biases: Operands, main_grads: Operands | None = None
+        self,
+        call: Call,
+        x: Tensor,
+        weights: Operands,
+        biases: Operands,
+        main_grads: Operands | None = None,
+        residual: Tensor | None = None,
     ) -> Sequence[Tensor]:
         plan, dim, direct, autocasts = call
         if autocasts:  # as torch's own matmuls do; the gradients come back in the operands' dtypes
@@ -107,7 +121,7 @@ class Operation:
         if main_grads is not None:  # refused before a choice, for which the ranks meet
             for weight, main_grad in zip(weights, main_grads, strict=True):
                 check_main_grad(main_grad, weight, self.name)
-        training = records_gradient(x, *weights, *biases)
+        training = records_gradient(x, residual, *weights, *biases)
         if plan.saves_gathered and not records_gradient(*weights):
             plan = plan._replace(saves_gathered=False)
         chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
@@ -118,17 +132,21 @@ class Operation:
             weights = [into_main_grad(w, m) for w, m in zip(weights, main_grads, strict=True)]
             main_grads = None
         if chosen is None and (direct or _is_plain(plan)):
-            return self.plain(plan, dim, x, weights, biases)
+            results = self.plain(plan, dim, x, weights, biases)
+            return results if residual is None else [residual + results[0]]
         if not direct:
             results = self._operator(
                 to_rows(x), list(weights), [bias for bias in biases if bias is not None], plan.activation,
-                [plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, int(plan.saves_gathered)],
+                [
+                    plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, int(plan.saves_gathered),
+                    int(exact[-1]),
+                ],
                 training, plan.tp.process_group.group_name,
             )[: len(weights)]  # fmt: skip
         elif training:
-            results = self._function.apply(self, chosen, plan, main_grads, x, *weights, *biases)
+            results = self._function.apply(self, chosen, plan, main_grads, residual, x, *weights, *biases)
         else:
-            results, _ = self.forward(chosen, plan, False, x, weights, biases)
+            results, _ = self.forward(chosen, plan, False, x, weights, biases, *_given(residual))
         if plan.leading is None:
             return results
         return [y if y.ndim > 2 else y.view(*plan.leading, y.shape[-1]) for y in results]
@@ -139,7 +157,9 @@ class Operation:
         def attempt(chosen: Chosen) -> None:
             self.attempt(chosen, plan, dim, training, x, weights, biases)
 
-        return choose(self.name, plan.tp, x, plan.shape, attempt)
+        # Ranks that save other rows make other exchanges backward: they must not take each other's for their own.
+        name = f"{self.name} saving all rows" if plan.saves_gathered else self.name
+        return choose(name, plan.tp, x, plan.shape, attempt)
 
 
 def _is_plain(plan: Plan) -> bool:
@@ -151,10 +171,10 @@ class _Function(torch.autograd.Function):
     """An operation in eager mode, with gradients."""
 
     @staticmethod
-    def forward(ctx, operation, chosen, plan, main_grads, x, *operands):
+    def forward(ctx, operation, chosen, plan, main_grads, residual, x, *operands):
         count = len(operands) // 2
         weights = operands[:count]
-        results, pres = operation.forward(chosen, plan, True, x, weights, operands[count:])
+        results, pres = operation.forward(chosen, plan, True, x, weights, operands[count:], *_given(residual))
         ctx.operation, ctx.chosen, ctx.plan, ctx.main_grads, ctx.exact = operation, chosen, plan, main_grads, exact[-1]
         ctx.x_shape = x.shape
         if plan.saves_gathered:
@@ -167,21 +187,26 @@ class _Function(torch.autograd.Function):
     def backward(ctx, *grads):
         count = len(grads)
         x, *saved = ctx.saved_tensors
-        needs_x, *needs = ctx.needs_input_grad[4:]
+        needs_residual, needs_x, *needs = ctx.needs_input_grad[4:]
         needs = Needs(needs_x, any(needs[:count]), any(needs[count:]), ctx.main_grads)
         dys, kept = ([to_rows(tensor) for tensor in tensors] for tensors in (grads, saved[count:]))
         with deterministic() if ctx.exact else nullcontext():
             dx, dweights, dbiases = ctx.operation.backward(
                 ctx.chosen, ctx.plan, needs, dys, to_rows(x), saved[:count], kept
             )
-        return None, None, None, None, None if dx is None else dx.view(ctx.x_shape), *dweights, *dbiases
+        dresidual = grads[0] if needs_residual else None
+        return None, None, None, None, dresidual, None if dx is None else dx.view(ctx.x_shape), *dweights, *dbiases
+
+
+def _given(residual: Tensor | None) -> tuple[Tensor, ...]:
+    return () if residual is None else (residual,)
 
 
 def _operator_of(operation: Operation) -> Callable:
     """`operation` as ``torch.ops.tpfused.<name>``, and its derivative as ``<name>_backward``.
 
-    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known, and whether it `saves_gathered`;
-    `group` is a process group's name.
+    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known, whether it `saves_gathered`, and
+    whether all is `deterministic`; `group` is a process group's name.
     """
 
     def forward(
@@ -194,8 +219,9 @@ def _operator_of(operation: Operation) -> Callable:
         group: str,
     ) -> list[Tensor]:
         plan, biases = _plan_of(group, activation, sizes), biases or [None] * len(weights)
-        chosen = operation.choose(plan, None, training, x, weights, biases)
-        results, pres = operation.forward(chosen, plan, training, x, weights, biases)
+        with deterministic() if sizes[-1] else nullcontext():
+            chosen = operation.choose(plan, None, training, x, weights, biases)
+            results, pres = operation.forward(chosen, plan, training, x, weights, biases)
         return [*results, *pres]
 
     def fake_forward(x, weights, biases, activation, sizes, training, group):
@@ -216,8 +242,10 @@ def _operator_of(operation: Operation) -> Callable:
         group: str,
     ) -> list[Tensor]:
         plan = _plan_of(group, activation, sizes)
-        chosen = operation.choose(plan, None, True, x, weights, [None] * len(weights))  # known since forward, as a rule
-        dx, dweights, dbiases = operation.backward(chosen, plan, Needs(*needs), grads, x, weights, kept)
+        own = x[: plan.own] if plan.saves_gathered else x  # as forward had it
+        with deterministic() if sizes[-1] else nullcontext():
+            chosen = operation.choose(plan, None, True, own, weights, [None] * len(weights))  # known, as a rule
+            dx, dweights, dbiases = operation.backward(chosen, plan, Needs(*needs), grads, x, weights, kept)
         return [grad for grad in (dx, *dweights, *dbiases) if grad is not None]
 
     def fake_backward(grads, x, weights, kept, activation, sizes, needs, group):
@@ -259,7 +287,7 @@ def _operator_of(operation: Operation) -> Callable:
 
 
 def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
-    tokens, each, batch, inputs, outputs, saves_gathered = sizes
+    tokens, each, batch, inputs, outputs, saves_gathered, _ = sizes
     tp = resolve_group(dist.distributed_c10d._resolve_process_group(group))
     plan = plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)
     return plan._replace(saves_gathered=bool(saves_gathered), compiled=True)
