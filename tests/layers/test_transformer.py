@@ -107,11 +107,13 @@ def check_hooks(ctx, tp, seed):
     torch.testing.assert_close(layer(x), alone)
     attended = x + heard[layer.attention]
     torch.testing.assert_close(attended + heard[layer.mlp.down], alone)
-    with refuses(ValueError, "the residual, .* must be"):
-        layer.mlp(layer.mlp_norm(x), residual=x[:, :1])
-    layer.mlp.down.skip_bias_add = True
+    down = layer.mlp.down
+    fed = torch.ones(4 * tp, 2, local(down.weight).shape[1], device=ctx.device, dtype=torch.float64)
+    with refuses(ValueError, "the residual, (4, 1, 6)", "must be (4, 2, 6)"):
+        down(fed, residual=x[:, :1])
+    down.skip_bias_add = True
     with refuses(ValueError, "a residual goes with neither"):
-        layer.mlp(layer.mlp_norm(x), residual=x)
+        down(fed, residual=x)
 
 
 def check_block(ctx, tp, mode, seed):
