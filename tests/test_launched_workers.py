@@ -9,7 +9,7 @@ import time
 import pytest
 
 from tpfused.cli.errors import UserError
-from tpfused.workers import WorkerFailed, run_workers
+from tpfused.workers import WorkerFailed, run_workers, torchrun_worker
 
 FOREVER = 600.0
 SECONDS = 10.0  # the most that ending may take, on a busy machine
@@ -89,6 +89,31 @@ def test_a_worker_inherits_no_place_in_another_group(monkeypatch):
     events = []
     run_workers(report_environment, None, 1, lambda name, payload: events.append(payload))
     assert set(events[0].values()) == {None}
+
+
+@pytest.mark.parametrize(
+    "wrong, told",
+    [
+        ({"RANK": "4"}, "RANK 4 of WORLD_SIZE 4"),
+        ({"RANK": "-1"}, "RANK -1 of"),
+        ({"WORLD_SIZE": "four"}, "'four'"),
+        ({"LOCAL_RANK": "2"}, "LOCAL_RANK 2 of LOCAL_WORLD_SIZE 2"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "LOCAL_WORLD_SIZE 8"),
+        ({"MASTER_PORT": "http"}, "'http'"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT 65536"),
+    ],
+)
+def test_an_environment_that_makes_no_group_is_refused(wrong, told, monkeypatch):
+    """It would be waited for, in vain."""
+    place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost"}
+    for name, value in (place | {"MASTER_PORT": "29500"}).items():
+        monkeypatch.setenv(name, value)
+    worker = torchrun_worker(print)
+    assert (worker.rank, worker.world, worker.local_rank, worker.local_world) == (3, 4, 1, 2)
+    for name, value in wrong.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=told):
+        torchrun_worker(print)
 
 
 def test_more_processes_than_a_host_can_run_are_refused(monkeypatch):

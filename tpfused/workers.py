@@ -69,8 +69,14 @@ def torchrun_worker(emit: Callable[[str, Any], None]) -> Worker | None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         local_rank = int(os.environ.get("LOCAL_RANK", rank))
         local_world = int(os.environ.get("LOCAL_WORLD_SIZE", world))
+        port = int(os.environ["MASTER_PORT"])
     except ValueError as error:
-        raise UserError(f"RANK, WORLD_SIZE, LOCAL_RANK or LOCAL_WORLD_SIZE in the environment: {error}") from error
+        raise UserError(f"{', '.join(TORCHRUN_NAMES)} in the environment: {error}") from error
+    if not (0 <= rank < world and 0 <= local_rank < local_world <= world and 0 < port < 2**16):
+        raise UserError(
+            f"the environment makes no group: RANK {rank} of WORLD_SIZE {world}, LOCAL_RANK {local_rank} of "
+            f"LOCAL_WORLD_SIZE {local_world}, MASTER_PORT {port}"
+        )
     return Worker(rank=rank, world=world, local_rank=local_rank, local_world=local_world, port=None, emit=emit)
 
 
