@@ -50,6 +50,7 @@ def test_lists(capsys):
         (["--sizes", ""], "'' is no size"),
         (["--sizes", "0"], "'0' is no size"),
         (["--sizes", "100G"], "of 64 GiB at most"),
+        (["--sizes", "64G", "--gpus", "9999"], "two buffers of 64 GiB on each of 9999 ranks are more than this host's"),
         (["--gpus", "1"], "at least two ranks, not 1"),
         (["--gpus", "-2"], "--gpus must be at least 1, not -2"),
         (["--gpus", "4", "--tp", "3"], "--tp 3 and --dp 1 make 3 ranks, and there are 4"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from functools import partial
@@ -9,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tpfused.bench.comm.cases import CPU_MOST, SIZES, Case, Grid, cases, grid, parse_sizes
+from tpfused.bench.comm.cases import CPU_MOST, SIZES, Case, Grid, cases, grid, parse_sizes, told
 from tpfused.bench.comm.worker import run
 from tpfused.bench.console import make_console
 from tpfused.bench.options import (
@@ -49,6 +50,8 @@ def execute(options: Mapping[str, Any]) -> int:
             print(f"{case.label}{'  (quick)' * case.quick}")
         return 0
     world = count_ranks(options, worker, device, found)
+    if device == "cpu":
+        _check_memory(max(case.size for case in chosen), worker.local_world if worker else world)
     ranks = grid(world, options["tp"], options["dp"])
     check_options(options, list(DTYPES))
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
@@ -83,6 +86,15 @@ def count_ranks(options: Mapping[str, Any], worker: Worker | None, device: str, 
     if device == "cuda" and (worker.local_world if worker else world) > found:
         raise UserError(f"{world} GPUs were asked for, and torch finds {found} here")
     return world
+
+
+def _check_memory(size: int, ranks: int) -> None:
+    """Refuse what a host would end processes for, and not only ours; a GPU just says that there is no more."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if 2 * size * ranks > memory:
+        raise UserError(
+            f"two buffers of {told(size)} on each of {ranks} ranks are more than this host's {memory / 2**30:,.1f} GiB"
+        )
 
 
 def _product(tp: int | None, dp: int | None) -> int | None:
