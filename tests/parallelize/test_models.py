@@ -62,6 +62,24 @@ def test_one_key_value_head_is_on_all_ranks(workers, tp, seed):
     workers.run(check_gradients, tp, seed, "llama", {"num_key_value_heads": 1, "attention_bias": True})
 
 
+def check_cross_attention(ctx, tp, seed):
+    dense, model = twins(ctx, tp, seed, "bert-causal", add_cross_attention=True)
+    assert type(model.bert.encoder.layer[0].crossattention.self.key) is ColumnParallelLinear
+    ids, mask = random_ids(dense, ctx.device)
+    given = {"attention_mask": mask, "encoder_hidden_states": torch.randn(2, 5, 32, dtype=torch.float64).to(ctx.device)}
+    loss = dense_loss(dense, dense(ids, **given).logits, ids)
+    out = model(ids, **given, labels=ids)
+    compare({"loss": out.loss}, {"loss": loss}, 1e-10, str)
+    loss.backward(), out.loss.backward()
+    grads = {param: p.grad for param, p in dense.named_parameters()}
+    compare({p: whole(v.grad, grads[p]) for p, v in model.named_parameters()}, grads, 1e-10, str)
+
+
+@split
+def test_cross_attention_of_bert(workers, tp, seed):
+    workers.run(check_cross_attention, tp, seed)
+
+
 def check_sharded(ctx, tp, seed):
     """The modules are this package's; their parameters are parts."""
     _, model = twins(ctx, tp, seed, "qwen2")

@@ -24,6 +24,8 @@ from tests.parallelize.own_models import (
 from tpfused.checkpoint import model_entries
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
+from tpfused.layers.embedding import VocabParallelEmbedding
+from tpfused.layers.linear import ColumnParallelLinear
 from tpfused.parameter import ParallelModule
 
 ALONE = TPGroup(None, 0, 1)
@@ -112,6 +114,25 @@ def test_torch_compile(workers, seed):
     workers.run(check_compiled, seed)
 
 
+def check_several_places(ctx, seed):
+    torch.manual_seed(seed)
+    dense = nn.ModuleDict({"embed": nn.Embedding(37, 20), "inner": nn.ModuleDict({"up": nn.Linear(20, 24)})})
+    dense.update({"table": dense["embed"], "again": dense["inner"]["up"]})
+    for plan in (
+        {"table": "vocab_embedding", "again": "colwise_gather"},
+        {"embed": "vocab_embedding", "up": "colwise"},
+    ):
+        model = tpfused.parallelize(copy.deepcopy(dense), ctx.mesh(4), plan)
+        assert isinstance(model["embed"], VocabParallelEmbedding) and isinstance(model["again"], ColumnParallelLinear)
+        assert model["table"] is model["embed"] and model["again"] is model["inner"]["up"]
+    with refuses(ValueError, "inner.up", "colwise", "rowwise"):
+        tpfused.parallelize(dense, ctx.mesh(4), {"again": "colwise", "up": "rowwise"})
+
+
+def test_a_module_that_stands_in_several_places(workers, seed):
+    workers.run(on_four, check_several_places, seed)
+
+
 class Dropouts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -198,6 +219,22 @@ def check_refusals(ctx, seed):
     hooked.extra.forward = hooked.extra.forward
     with refuses(ValueError, "extra", "Linear's", "accelerate"):
         split(hooked, PLAN)
+    with refuses(ValueError, "the model", "Model", "colwise"):
+        split(Model(), {"*": "colwise"})
+    with refuses(TypeError, "names of modules", 3):
+        split(Model(), {3: "colwise"})
+    with refuses(ValueError, "the model", "DistributedDataParallel", "fully_shard"):
+        split(nn.parallel.DistributedDataParallel(Model(), process_group=ctx.group(4)), PLAN)
+    odd = Model()
+    odd.head = nn.Linear(20, 37)
+    odd.extra.gain = nn.Parameter(torch.ones(1))
+    with refuses(ValueError, "extra", "gain", "colwise_gather"):
+        split(odd, PLAN)
+    odd.extra = nn.Linear(20, 20).requires_grad_(False)
+    odd.extra.weight.data = odd.extra.weight.data.to(torch.float8_e4m3fn)
+    with refuses(ValueError, "extra", "float8", "16 bits"):
+        split(odd, PLAN)
+    assert type(odd.embed) is nn.Embedding  # nothing was changed before
     with refuses(ValueError, "0", "torch.nn.LSTM"):
         split(nn.Sequential(nn.LSTM(4, 4)), {})
     with refuses(ValueError, "extra", "parametrized"):

@@ -173,6 +173,12 @@ def why_not(name: str, module: nn.Module, style: str) -> str | None:
         )
     if "weight" not in module._parameters:
         return f"{name}: its weight is no parameter of its own; if parametrized, make that permanent"
+    odd = [name for name in module._parameters if name not in ("weight", "bias")]
+    if odd:
+        return f"{name} has parameters beside weight and bias, {', '.join(odd)}: it cannot be {style!r}"
+    dtype = module.weight.dtype
+    if not (dtype.is_floating_point and dtype.itemsize >= 2):
+        return f"{name}: its weight is {dtype}, and must be floating-point of at least 16 bits to be {style!r}"
     if is_dtensor(module.weight):
         return f"{name}: its weight is a DTensor already, {module.weight.placements}"
     return None

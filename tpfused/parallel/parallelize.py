@@ -107,7 +107,7 @@ def _check(model: nn.Module, plan: str | Mapping[str, str], group: TPGroup) -> d
     styles = match(model, resolve_plan(model, plan))
     modules, to = _conversions(model, group)
     for name, style in styles.items():
-        convert.check_convertible(name, modules[name], style, to[name])
+        convert.check_convertible(name or "the model", modules[name], style, to[name])
     _check_heads(model, styles)
     _check_ties(modules, styles)
     return styles
@@ -157,6 +157,11 @@ def _check_model(model: nn.Module) -> None:
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             raise ValueError(
                 f"{name or 'the model'} is a torch.nn.{type(module).__name__}, which cannot be parallelized"
+            )
+        if isinstance(module, nn.parallel.DistributedDataParallel | nn.DataParallel):
+            raise ValueError(
+                f"{name or 'the model'} is a {type(module).__name__}, which holds on to the whole parameters: "
+                f"parallelize the model in it, and fully_shard that over a (replicas, 1) mesh"
             )
         if module._parameters and "forward" in vars(module):
             raise ValueError(

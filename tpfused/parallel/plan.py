@@ -47,11 +47,11 @@ ARCHITECTURES = {
     },
     "bert": {
         "embeddings.word_embeddings": "vocab_embedding",
-        "layer.*.attention.self": "attention",
-        "layer.*.attention.self.query": "colwise",
-        "layer.*.attention.self.key": "colwise",
-        "layer.*.attention.self.value": "colwise",
-        "layer.*.attention.output.dense": "rowwise",
+        "layer.*attention.self": "attention",  # crossattention too
+        "layer.*attention.self.query": "colwise",
+        "layer.*attention.self.key": "colwise",
+        "layer.*attention.self.value": "colwise",
+        "layer.*attention.output.dense": "rowwise",
         "layer.*.intermediate.dense": "colwise",
         "layer.*.output.dense": "rowwise",
         "cls.predictions.decoder": "vocab_head",
@@ -98,13 +98,15 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Mapping[str
     """The styles by patterns that the user's `plan` stands for: `auto_plan`'s for "auto".
 
     Raises:
-        TypeError: neither "auto" nor a mapping.
+        TypeError: neither "auto" nor a mapping of names.
         ValueError: an unknown style; and as `auto_plan`.
     """
     if isinstance(plan, str) and plan == "auto":
         return auto_plan(model)
     if not isinstance(plan, Mapping):
         raise TypeError(f"plan must be 'auto' or a dict of styles by module patterns, not {plan!r}")
+    if odd := [pattern for pattern in plan if not isinstance(pattern, str)]:
+        raise TypeError(f"plan's patterns are names of modules, not {odd}")
     unknown = [style for style in plan.values() if not isinstance(style, str) or style not in STYLES]
     if unknown:
         raise ValueError(f"unknown styles {unknown}; there are {', '.join(STYLES)}")
@@ -114,12 +116,15 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Mapping[str
 def match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The style of each module that some pattern of the plan matches; of a LoRA layer, those of its parts.
 
+    A module that stands in several places may be named by any of them, and is called by the first.
+
     Raises:
         ValueError: a pattern that matches nothing, or two that give one module different styles; a LoRA layer that
             cannot have the style.
     """
-    modules = dict(model.named_modules())
+    modules = dict(model.named_modules(remove_duplicate=False))
     names = list(modules)
+    first = {id(module): name for name, module in reversed(modules.items())}
     found: dict[str, str] = {}
     unused = []
     for pattern, style in plan.items():
@@ -127,7 +132,7 @@ def match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
         if not matched:
             near = get_close_matches(pattern.rpartition(".")[2], {name.rpartition(".")[2] for name in names}, 3)
             unused.append(f"{pattern!r}" + (f" (is there: {', '.join(map(repr, near))})" if near else ""))
-        for name in matched:
+        for name in dict.fromkeys(first[id(modules[name])] for name in matched):
             if found.setdefault(name, style) != style:
                 raise ValueError(f"two patterns of the plan match {name}: its style is {found[name]!r} or {style!r}")
     if unused:
