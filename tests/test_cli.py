@@ -93,7 +93,7 @@ def test_a_tier_that_there_is_not(command, monkeypatch, capsys):
     monkeypatch.setenv("TPFUSED_TIER", "ncll")
     assert cli.main(command.split()) == 2
     err = capsys.readouterr().err
-    assert "'ncll'" in err and ", ".join(NAMES) in err and err.count("\n") == 1
+    assert "TPFUSED_TIER" in err and "'ncll'" in err and all(name in err for name in NAMES) and err.count("\n") == 1
 
 
 @pytest.mark.parametrize("command", ["info", "check --list", "bench comm --cpu --sizes 1K"])

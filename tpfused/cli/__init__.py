@@ -11,7 +11,7 @@ from importlib import import_module
 
 import tpfused
 from tpfused.cli.errors import UserError
-from tpfused.overlap.tiers import NAMES
+from tpfused.overlap.tiers import why_invalid
 
 # Name -> summary. Each is a module of this package with add_arguments(parser) and run(args) -> exit code.
 COMMANDS = {
@@ -78,8 +78,8 @@ def _run(argv: list[str]) -> int:
 def _check_environment() -> None:
     """Refuse what would be found out in the middle of the work, or never."""
     tier = os.environ.get("TPFUSED_TIER")
-    if tier and tier not in NAMES:
-        raise UserError(f"TPFUSED_TIER is {tier!r} in the environment: choose {', '.join(NAMES)}")
+    if tier and (why := why_invalid(tier)):
+        raise UserError(why)
 
 
 def _is_unread(stream) -> bool:
