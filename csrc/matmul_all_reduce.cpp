@@ -1,6 +1,6 @@
 #include "blocks.h"
 #include "check.h"
-#include "few_rows.h"
+#include "multiply_and_push.h"
 #include "parts.h"
 #include "reduce.h"
 #include "small_sums.h"
@@ -169,11 +169,11 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
 void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStream_t stream) {
   char* own_workspace = workspace.take(workspace_bytes(o.type));
   char* part = workspace.take(o.m * o.n * size_of(o.type));
-  FewRows few{o.m, o.n, o.k, o.type, o.x, o.w.data, o.w.leading};
+  PushedProduct product{o.m, o.n, o.k, o.type, o.x, o.w.data, o.w.leading};
   // Other tiers' matmuls give other bits.
-  bool pushed = o.w.transposed && !group.deterministic && is_few_rows(few);
+  bool pushed = o.w.transposed && !group.deterministic && can_push(product);
   if (pushed) {
-    multiply_and_push(group, few, stream);
+    multiply_and_push(group, product, stream);
   } else {
     group.matmul(o.type).run({matrix(o.x, o.k), o.w, matrix(part, o.n), o.m, o.n, o.k}, stream, own_workspace);
   }

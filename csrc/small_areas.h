@@ -147,7 +147,7 @@ void launch_after_matmul(const Group& group, void (*kernel)(Parameters...), int6
   config.stream = stream;
   config.attrs = &serialization;
   config.numAttrs = group.architecture >= 9 ? 1 : 0;
-  check(cudaLaunchKernelEx(&config, kernel, arguments...), "small_all_reduce");
+  check(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel that exchanges small sums or few rows");
 }
 
 }  // namespace tpfused

@@ -1,5 +1,6 @@
 """When the compiled extension is built, and that the build works where it can."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 
 from tpfused import extension
+from tpfused.overlap import calls
 
 
 @pytest.fixture
@@ -176,6 +178,7 @@ LOAD = """
 import torch
 torch.cuda.get_device_capability = lambda: (8, 0)
 from tpfused import extension
+from tpfused.overlap import calls
 print(extension.load().build_info()["architectures"])
 """
 
@@ -262,3 +265,16 @@ def test_load_uses_what_find_finds(found, monkeypatch):
     monkeypatch.setattr(extension, "build", lambda *arguments, **options: pytest.fail("it compiles"))
     with pytest.raises(ImportError, match="_C.abi3.so"):  # an empty file
         extension.load.__wrapped__()
+
+
+def test_constants_that_python_and_the_extension_share():
+    """What Python allocates is what the extension takes."""
+    text = "\n".join(file.read_text() for file in sorted(extension.source_folder().glob("*.h")))
+
+    def constant(name):
+        return eval(re.search(rf"constexpr \w+ {name} = ([\d< ]+);", text)[1])  # like 8 << 20
+
+    assert calls.ALL_REDUCE_BLOCKS == constant("most")
+    assert calls.MOST_NORMALIZED == constant("most_normalized")
+    assert calls.MOST_GATHERED == 2 * constant("most_gathered")
+    assert calls.MOST_FEATURES_GATHERED == constant("most_small_bytes")

@@ -1,4 +1,4 @@
-#include "few_rows.h"
+#include "multiply_and_push.h"
 #include "numbers.h"
 #include "tiny_words.h"
 
@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(warps * 32)
 bool is_aligned(const void* at) { return reinterpret_cast<uintptr_t>(at) % 16 == 0; }
 
 template <typename T, int M>
-void launch(const Areas& areas, const FewRows& product, cudaStream_t stream) {
+void launch(const Areas& areas, const PushedProduct& product, cudaStream_t stream) {
   constexpr int outputs = M == 1 ? 1 : 2;  // of several rows, x is much of what a warp reads
   auto blocks = static_cast<unsigned>((product.n + warps * outputs - 1) / (warps * outputs));
   multiply_and_push_kernel<T, M, outputs><<<blocks, warps * 32, M * product.k * sizeof(T), stream>>>(
@@ -115,14 +115,14 @@ void launch(const Areas& areas, const FewRows& product, cudaStream_t stream) {
 
 }  // namespace
 
-bool is_few_rows(const FewRows& product) {
+bool can_push(const PushedProduct& product) {
   bool together = product.n % vector == 0 && product.k % vector == 0 && product.leading % vector == 0;
   bool fits = product.m <= most_rows && product.m * product.k * 2 <= most_x_bytes;
   return fits && size_of(product.type) == 2 && together && is_aligned(product.x) && is_aligned(product.w) &&
          is_tiny_sum(product.m, product.n, product.type);
 }
 
-void multiply_and_push(Group& group, const FewRows& product, cudaStream_t stream) {
+void multiply_and_push(Group& group, const PushedProduct& product, cudaStream_t stream) {
   Areas areas = areas_of(group, 0);
   group.begin_small_sum(stream);
   auto run = [&](auto zero) {
