@@ -189,10 +189,12 @@ def test_a_short_run(tmp_path, capsys):
     assert "from a short run on 2 x CPU" in capsys.readouterr().out
 
 
-def test_blocks_are_run(tmp_path, capsys):
+@pytest.mark.parametrize("sequence", ["32", "1"])
+def test_blocks_are_run(tmp_path, capsys, sequence):
     """On a CPU only the machinery can be looked at: a small block's time is that of Python."""
     path = tmp_path / "check.json"
     options = [*TINY, "--check", "--gpus", "2", "--rounds", "1", "--dtype", "fp32", "--json", str(path)]
+    options += ["--sequence", sequence]
     assert plan(*options, "--tolerance", "1e6") == 0, capsys.readouterr()
     found = json.loads(path.read_text())
     assert [row["tp"] for row in found["rows"]] == [1, 2] and found["meta"]["complete"]

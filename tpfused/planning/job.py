@@ -187,7 +187,7 @@ def _check(options: Mapping[str, Any], shape: Shape, device: str, found: int) ->
     if device == "cpu":
         check_small(shape, step, layers)
     largest = step.tokens * step.micro_batch * shape.hidden * step.bytes
-    sizes = [size for size in SIZES if size < 16 * largest]
+    sizes = [size for size in SIZES if size < max(16 * largest, 2**16)]  # several, or nothing is fitted
     argument = {
         "shape": shape,
         "layers": layers,
