@@ -25,8 +25,8 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
                            cudaStream_t stream) {
   DeviceGuard guard(group.device);
   const int64_t row_bytes = o.n * static_cast<int64_t>(size_of(o.type));
-  if (row_bytes % 16 == 0 &&
-      is_small(group, tier, o.rows, row_bytes, most_scattered)) {  // the bias is added in vectors
+  const bool in_vectors = row_bytes % 16 == 0;  // as the bias is added
+  if (in_vectors && is_small(group, tier, o.rows, row_bytes, most_scattered)) {
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
