@@ -59,7 +59,9 @@ def check_operations(ctx, tp, seed, half):
             with torch.autocast(ctx.device.type, half):
                 assert_near(results(), exact, f"{operation.__name__} {name} {half}", 0.06)
             dtype = str(half).removeprefix("torch.")
-            assert [(row.operation, row.tier, row.dtype) for row in explain()] == [(operation.__name__, name, dtype)]
+            [row] = explain()
+            assert row.operation.startswith(operation.__name__), explain()  # and perhaps what it saves
+            assert (row.tier, row.dtype) == (name, dtype), explain()
 
 
 def check_layers(ctx, tp, seed, half):
