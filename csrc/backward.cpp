@@ -7,11 +7,11 @@ namespace tpfused {
 namespace {
 
 Product wgrad(const ColumnBackward& o, const ColumnGradient& column, const void* x) {
-  return {matrix(column.dpre, column.n, true), matrix(x, o.k), matrix(column.dw, o.k), column.n, o.k, o.rows.total()};
+  return weight_gradient(column.dpre, x, column.dw, column.n, o.k, o.rows.total(), column.w.transposed);
 }
 
 Product wgrad(const RowBackward& o, const void* dy) {
-  return {matrix(dy, o.n, true), matrix(o.x, o.k), matrix(o.dw, o.k), o.n, o.k, o.rows.total()};
+  return weight_gradient(dy, o.x, o.dw, o.n, o.k, o.rows.total(), o.w.transposed);
 }
 
 void few_rows(Group& group, const ColumnBackward& o, Workspace& workspace, cudaStream_t stream) {
@@ -35,7 +35,7 @@ void few_rows(Group& group, const ColumnBackward& o, Workspace& workspace, cudaS
     x = all;
   }
   for (const ColumnGradient& column : o.columns) {
-    matmul.run(weight_gradient(wgrad(o, column, x), o.wants_dw), stream, of_matmul);
+    matmul.run(as_wanted(wgrad(o, column, x), o.wants_dw), stream, of_matmul);
   }
 }
 
@@ -48,7 +48,7 @@ void few_rows(Group& group, const RowBackward& o, Workspace& workspace, cudaStre
   if (o.wants_dx) {
     matmul.run({matrix(all, o.n), o.w.backward(), matrix(o.dx, o.k), rows, o.k, o.n}, stream, of_matmul);
   }
-  if (o.wants_dw != Dw::none) matmul.run(weight_gradient(wgrad(o, all), o.wants_dw), stream, of_matmul);
+  if (o.wants_dw != Dw::none) matmul.run(as_wanted(wgrad(o, all), o.wants_dw), stream, of_matmul);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ Product rows_of(const MatmulAllReduce& o, Tiles& tiles, int64_t first, int64_t c
 }
 
 void multiply_wgrad(const MatmulAllReduce& o, Tiles& tiles) {
-  Product product{matrix(o.x, o.k, true), matrix(o.whole_input, o.n), matrix(o.dw, o.n), o.k, o.n, o.m};
+  Product product = weight_gradient(o.x, o.whole_input, o.dw, o.k, o.n, o.m, o.w.transposed);
   tiles.multiply(Tiles::beside, product, o.wants_dw);
 }
 

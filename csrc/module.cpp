@@ -179,26 +179,27 @@ PyObject* group_connect(PyObject*, PyObject* args) {
 // Every operation's arguments begin alike, up to the weight.
 struct Call {
   long long group, stream, workspace, workspace_bytes, tokens, each, batch, k, n, x, w, w_leading;
-  int tier, type_code;
+  int tier, type_code, w_transposed;
 
   bool parse(PyObject* args, const char* name, const char* rest, std::initializer_list<void*> more);
 
   Group& owner() const { return *at<Group>(group); }
   Rows rows() const { return {tokens, each, batch, owner().size}; }
-  Weight weight() const { return {at<void>(w), w_leading}; }
+  Weight weight() const { return {at<void>(w), w_leading, w_transposed != 0}; }
   Type type() const { return static_cast<Type>(type_code); }
 };
 
-#define CALL_NAMES "group, tier, stream, workspace, workspace_bytes, type, tokens, each, batch, k, n, x, w, w_leading, "
+#define CALL_NAMES \
+  "group, tier, stream, workspace, workspace_bytes, type, tokens, each, batch, k, n, x, w, w_leading, w_transposed, "
 
 // `rest` and `more`: the operation's own arguments, as for PyArg_ParseTuple.
 bool Call::parse(PyObject* args, const char* name, const char* rest, std::initializer_list<void*> more) {
   void* own[8] = {};
   std::copy(more.begin(), more.end(), own);
-  std::string format = std::string("LiLLLiLLLLLLLL") + rest + ":" + name;
+  std::string format = std::string("LiLLLiLLLLLLLLi") + rest + ":" + name;
   return PyArg_ParseTuple(args, format.c_str(), &group, &tier, &stream, &workspace, &workspace_bytes, &type_code,
-                          &tokens, &each, &batch, &k, &n, &x, &w, &w_leading, own[0], own[1], own[2], own[3], own[4],
-                          own[5], own[6], own[7]);
+                          &tokens, &each, &batch, &k, &n, &x, &w, &w_leading, &w_transposed, own[0], own[1], own[2],
+                          own[3], own[4], own[5], own[6], own[7]);
 }
 
 // Enqueues an operation.
@@ -250,12 +251,16 @@ PyObject* run_all_gather_matmul(PyObject*, PyObject* args) {
   Call c;
   long long all;
   PyObject* columns;
-  std::vector<std::array<long long, 7>> each;
-  if (!c.parse(args, "all_gather_matmul", "LO", {&all, &columns}) || !parse_each<7>(columns, &each)) return nullptr;
+  std::vector<std::array<long long, 8>> each;
+  if (!c.parse(args, "all_gather_matmul", "LO", {&all, &columns}) || !parse_each<8>(columns, &each)) return nullptr;
   AllGatherMatmul operation{c.rows(), c.k, at<void>(c.x), {}, c.type(), at<void>(all)};
-  for (auto [n, w, leading, y, activation, bias, pre] : each) {
-    operation.columns.push_back(
-        {{at<void>(w), leading}, n, at<void>(y), static_cast<Activation>(activation), at<void>(bias), at<void>(pre)});
+  for (auto [n, w, leading, transposed, y, activation, bias, pre] : each) {
+    operation.columns.push_back({{at<void>(w), leading, transposed != 0},
+                                 n,
+                                 at<void>(y),
+                                 static_cast<Activation>(activation),
+                                 at<void>(bias),
+                                 at<void>(pre)});
   }
   return run("all_gather_matmul", all_gather_matmul, c, operation);
 }
@@ -274,13 +279,13 @@ PyObject* run_column_backward(PyObject*, PyObject* args) {
   long long dx;
   int whole, wants_dx, wants_dw;
   PyObject* columns;
-  std::vector<std::array<long long, 5>> each;
+  std::vector<std::array<long long, 6>> each;
   if (!c.parse(args, "column_backward", "iLiiO", {&whole, &dx, &wants_dx, &wants_dw, &columns})) return nullptr;
-  if (!parse_each<5>(columns, &each)) return nullptr;
+  if (!parse_each<6>(columns, &each)) return nullptr;
   ColumnBackward operation{
       c.rows(), c.k, at<void>(c.x), whole != 0, at<void>(dx), {}, wants_dx != 0, static_cast<Dw>(wants_dw), c.type()};
-  for (auto [n, w, leading, dpre, dw] : each) {
-    operation.columns.push_back({at<void>(dpre), {at<void>(w), leading}, n, at<void>(dw)});
+  for (auto [n, w, leading, transposed, dpre, dw] : each) {
+    operation.columns.push_back({at<void>(dpre), {at<void>(w), leading, transposed != 0}, n, at<void>(dw)});
   }
   return run("column_backward", column_backward, c, operation);
 }
@@ -379,13 +384,13 @@ PyMethodDef methods[] = {
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},
     {"all_gather_matmul", run_all_gather_matmul, METH_VARARGS,
      "all_gather_matmul(" CALL_NAMES
-     "all, columns), each n, w, w_leading, y, activation, bias, pre, in place of those before; "
+     "all, columns), each n, w, w_leading, w_transposed, y, activation, bias, pre, in place of those before; "
      "see operations.h."},
     {"matmul_reduce_scatter", run_matmul_reduce_scatter, METH_VARARGS,
      "matmul_reduce_scatter(" CALL_NAMES "y, residual, bias); see operations.h."},
     {"column_backward", run_column_backward, METH_VARARGS,
      "column_backward(" CALL_NAMES
-     "whole, dx, wants_dx, wants_dw, columns), each n, w, w_leading, dpre, dw, in place of those "
+     "whole, dx, wants_dx, wants_dw, columns), each n, w, w_leading, w_transposed, dpre, dw, in place of those "
      "before; see operations.h."},
     {"row_backward", run_row_backward, METH_VARARGS,
      "row_backward(" CALL_NAMES "dy, dx, dw, wants_dx, wants_dw); see operations.h."},

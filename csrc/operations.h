@@ -18,10 +18,11 @@ enum class Dw { none = 0, write = 1, add = 2 };
 // A linear layer's weight, [features out, features in]: forward multiplies by its transpose.
 struct Weight {
   const void* data;
-  int64_t leading;  // entries from one row to the next
+  int64_t leading;          // entries from one row to the next
+  bool transposed = false;  // the rows in memory are those of [features in, features out], also of its gradient
 
-  Matrix forward() const { return {const_cast<void*>(data), leading, true}; }
-  Matrix backward() const { return {const_cast<void*>(data), leading}; }
+  Matrix forward() const { return {const_cast<void*>(data), leading, !transposed}; }
+  Matrix backward() const { return {const_cast<void*>(data), leading, transposed}; }
 };
 
 // For each of the layers that share an input: y [total, n] = activation(x @ w.T + bias), x [total, k] all ranks' rows
@@ -67,7 +68,7 @@ struct ColumnGradient {
   const void* dpre;  // contiguous
   Weight w;          // [n, k]
   int64_t n;
-  void* dw;  // contiguous
+  void* dw;  // contiguous, transposed as w is
 };
 struct ColumnBackward {
   Rows rows;
@@ -92,7 +93,7 @@ struct RowBackward {
   const void* x;   // contiguous [total, k]
   Weight w;        // [n, k]
   void* dx;        // contiguous
-  void* dw;        // contiguous
+  void* dw;        // contiguous, transposed as w is
   bool wants_dx;
   Dw wants_dw;
   Type type;
@@ -121,7 +122,7 @@ void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& operation
 struct MatmulAllReduce {
   int64_t m, k, n;
   const void* x;            // contiguous
-  Matrix w;                 // a weight's `forward`, or its `backward` with dw
+  Matrix w;                 // a weight's `forward`, or its `backward` with dw, which is laid out alike
   void* y;                  // contiguous
   const void* bias;         // or null
   const void* whole_input;  // contiguous, for dw

@@ -4,8 +4,19 @@
 
 namespace tpfused {
 
+inline Matrix matrix(const void* data, int64_t leading, bool transposed = false) {
+  return {const_cast<void*>(data), leading, transposed};
+}
+
+// dw [n, k] = dy.T @ x of a weight that lies `transposed` or not, as it does: from dy [m, n] and x [m, k].
+inline Product weight_gradient(const void* dy, const void* x, void* dw, int64_t n, int64_t k, int64_t m,
+                               bool transposed) {
+  if (transposed) return {matrix(x, k, true), matrix(dy, n), matrix(dw, n), k, n, m};
+  return {matrix(dy, n, true), matrix(x, k), matrix(dw, k), n, k, m};
+}
+
 // A product that gives a weight's gradient, as it is `wanted`.
-inline Product weight_gradient(Product product, Dw wanted) {
+inline Product as_wanted(Product product, Dw wanted) {
   if (wanted == Dw::add) {
     product.add = product.y.data;
     product.wide = true;
@@ -41,7 +52,7 @@ class Tiles {
   }
   // A weight's gradient.
   void multiply(Lane lane, const Product& product, Dw wanted) {
-    if (wanted != Dw::none) multiply(lane, weight_gradient(product, wanted));
+    if (wanted != Dw::none) multiply(lane, as_wanted(product, wanted));
   }
   // Whatever comes on one lane from now on follows what is on the other now.
   void join(Lane later, Lane earlier) { follow(streams_[later], streams_[earlier]); }
@@ -56,10 +67,6 @@ class Tiles {
   cudaStream_t streams_[2];
   char* workspaces_[2];
 };
-
-inline Matrix matrix(const void* data, int64_t leading, bool transposed = false) {
-  return {const_cast<void*>(data), leading, transposed};
-}
 
 // A batch of matrices of contiguous rows, of which there are `rows` from one to the next.
 inline Matrix matrices(const void* data, int64_t leading, int64_t rows) {

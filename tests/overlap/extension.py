@@ -1,6 +1,6 @@
 """A stand-in for the compiled extension, for tests without a GPU: the same calls on addresses, by torch and gloo.
 
-What lies at the addresses is computed in float32. That strides and sizes are plausible is checked.
+What layout at the addresses is computed in float32. That strides and sizes are plausible is checked.
 """
 
 import ctypes
@@ -33,15 +33,15 @@ class Module:
     def __getattr__(self, name):
         def run(handle, tier, stream, workspace, workspace_bytes, type_code, *arguments):
             assert (handle, stream) == (1, 2) and tier in (0, 1) and workspace and workspace_bytes > 0
-            getattr(Call(self.tp, DTYPES[type_code], *arguments[:8]), name)(*arguments[8:])
+            getattr(Call(self.tp, DTYPES[type_code], *arguments[:9]), name)(*arguments[9:])
 
         return run
 
 
 class Call:
-    def __init__(self, tp: TPGroup, dtype: torch.dtype, tokens, each, batch, k, n, x, w, leading):
+    def __init__(self, tp: TPGroup, dtype: torch.dtype, tokens, each, batch, k, n, x, *layout):
         self.tp, self.dtype, self.tokens, self.each, self.batch, self.k, self.n = tp, dtype, tokens, each, batch, k, n
-        self.x, self.w, self.leading = x, w, leading
+        self.x, self.layout = x, layout
         start, stop = shard_range(tokens, tp.size, tp.rank)
         self.total, self.own = tokens * each * batch, (stop - start) * each * batch
 
@@ -61,8 +61,10 @@ class Call:
     def read(self, *place: int | None) -> Tensor:
         return self.at(*place).float()
 
-    def weight(self) -> Tensor:
-        return self.read(self.w, self.n, self.k, self.leading)
+    def weight(self, n: int | None = None, layout: tuple[int, int, bool] | None = None) -> Tensor:
+        address, leading, transposed = layout or self.layout
+        n = self.n if n is None else n
+        return self.read(address, self.k, n, leading).T if transposed else self.read(address, n, self.k, leading)
 
     def bias(self, address: int, n: int) -> Tensor | None:
         return self.read(address, 1, n)[0] if address else None
@@ -75,12 +77,15 @@ class Call:
         tokens = rows.reshape(self.batch, self.tokens, self.each * rows.shape[1])
         return reduce_scatter(tokens, 1, self.tp).view(self.own, rows.shape[1])
 
-    def wgrad(self, address: int, wants: int, dpre: Tensor, x: Tensor) -> None:
-        """Written (1), or added to what is there in float32 (2)."""
+    def wgrad(self, address: int, wants: int, dpre: Tensor, x: Tensor, transposed: bool) -> None:
+        """Written (1), or added to what is there in float32 (2); laid out as the weight is."""
+        if not wants:
+            return
+        gradient = x.T @ dpre if transposed else dpre.T @ x
         if wants == 2:
-            self.at(address, dpre.shape[1], x.shape[1], dtype=torch.float32).addmm_(dpre.T, x)
-        elif wants:
-            self.at(address, dpre.shape[1], x.shape[1]).copy_(dpre.T @ x)
+            self.at(address, *gradient.shape, dtype=torch.float32).add_(gradient)
+        else:
+            self.at(address, *gradient.shape).copy_(gradient)
 
     def multiply(self, x: Tensor, w: Tensor, epilogue: int, bias: int, pre: int) -> Tensor:
         y = F.linear(x, w, self.bias(bias, w.shape[0]))
@@ -93,19 +98,19 @@ class Call:
         x = self.gathered(self.read(self.x, self.own, self.k))
         if gathered:
             self.at(gathered, self.total, self.k).copy_(x)
-        for n, w, leading, y, epilogue, bias, pre in columns:
-            result = self.multiply(x, self.read(w, n, self.k, leading), epilogue, bias, pre)
+        for n, *layout, y, epilogue, bias, pre in columns:
+            result = self.multiply(x, self.weight(n, layout), epilogue, bias, pre)
             self.at(y, self.total, n).copy_(result)
 
     def column_backward(self, whole, dx, wants_dx, wants_dw, columns) -> None:
         x = self.read(self.x, self.total if whole else self.own, self.k) if wants_dw else None
         x = x if whole or not wants_dw else self.gathered(x)
         parts = torch.zeros(self.total, self.k)
-        for n, w, leading, dpre, dw in columns:
+        for n, *layout, dpre, dw in columns:
             dpre = self.read(dpre, self.total, n)
-            self.wgrad(dw, wants_dw, dpre, x)
+            self.wgrad(dw, wants_dw, dpre, x, layout[2])
             if wants_dx:
-                parts += dpre @ self.read(w, n, self.k, leading)
+                parts += dpre @ self.weight(n, layout)
         if wants_dx:
             self.at(dx, self.own, self.k).copy_(self.scattered(parts))
 
@@ -119,7 +124,7 @@ class Call:
         dy = self.gathered(self.read(dy, self.own, self.n))
         if wants_dx:
             self.at(dx, self.total, self.k).copy_(dy @ self.weight())
-        self.wgrad(dw, wants_dw, dy, self.read(self.x, self.total, self.k))
+        self.wgrad(dw, wants_dw, dy, self.read(self.x, self.total, self.k), self.layout[2])
 
     def matmul_all_reduce(self, y, bias) -> None:
         sums = all_reduce(self.read(self.x, self.total, self.k) @ self.weight().T, self.tp)
@@ -135,12 +140,11 @@ class Call:
     def whole_input_backward(self, dpre, dx, dw, wants_dw) -> None:
         dpre = self.read(dpre, self.total, self.n)
         self.at(dx, self.total, self.k).copy_(all_reduce(dpre @ self.weight(), self.tp))
-        self.wgrad(dw, wants_dw, dpre, self.read(self.x, self.total, self.k))
+        self.wgrad(dw, wants_dw, dpre, self.read(self.x, self.total, self.k), self.layout[2])
 
     def matmul_all_gather(self, y, epilogue, bias, pre) -> None:
         start, stop = shard_range(self.n, self.tp.size, self.tp.rank)
-        w = self.read(self.w, stop - start, self.k, self.leading)
-        own = self.multiply(self.read(self.x, self.total, self.k), w, epilogue, bias, pre)
+        own = self.multiply(self.read(self.x, self.total, self.k), self.weight(stop - start), epilogue, bias, pre)
         self.at(y, self.total, self.n).copy_(all_gather(own, 1, self.n, self.tp))
 
 

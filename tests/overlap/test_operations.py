@@ -13,6 +13,7 @@ from tests.overlap import extension
 from tests.overlap.extension import stand_in
 from tpfused.explanation import explain
 from tpfused.kernels.activations import ACTIVATIONS
+from tpfused.overlap import calls
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.matmul_all_gather import column_matmul, matmul_all_gather
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
@@ -272,6 +273,31 @@ def check_whole_input(ctx, tp, seed, gather):
             check(block, actual, dense, inputs, grad, parts, what)
 
 
+def check_transposed_weights(ctx, tp, seed):
+    """A weight that is stored as [in, out], as GPT-2's, gives the same and is not copied; nor is its gradient."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    for (name, dtype), (operation, splits, options) in product(tiers_and_dtypes(ctx), CASES):
+        inputs = draw(block, splits, dtype)
+        stored = inputs["weight"].t().contiguous().requires_grad_()
+        results = []
+        for weight in (inputs["weight"].requires_grad_(), stored):
+            x, bias = (inputs[key].detach().clone().requires_grad_() for key in ("x", "bias"))
+            used = weight.t() if weight is stored else weight
+            with forced(ctx, tp, name):
+                out = operation(x, used, bias, group=block.group, **options)
+                grads = torch.autograd.grad(out.square().sum(), (x, weight, bias))
+            if tp > 1 and name != "reference" and operation is not matmul_all_reduce:  # whose backward is torch's
+                assert grads[1].is_contiguous(), (operation.__name__, name, grads[1].stride())
+            results.append({"out": out.detach(), "x": grads[0], "bias": grads[2]})
+            results[-1]["weight"] = grads[1].t() if weight is stored else grads[1]
+        assert calls._matrix(stored.detach().t())[1][0] == stored.data_ptr()
+        tolerance = {torch.bfloat16: 5e-2, torch.float16: 1e-2}.get(dtype, 1e-4)
+        for key, expected in results[0].items():
+            what = f"{key} of {operation.__name__} {name} {dtype}".format
+            torch.testing.assert_close(results[1][key], expected, rtol=tolerance, atol=tolerance, msg=what)
+
+
 def check_measured(ctx, tp, seed):
     """Left to itself, an operation tries all tiers, and gives the same with and without gradients."""
     block = Block(ctx, tp, "group", seed)
@@ -357,6 +383,10 @@ def test_matmul_all_reduce(workers, tp, seed):
 @pytest.mark.parametrize("gather", [False, True])
 def test_whole_input(workers, tp, seed, gather):
     workers.run(check_whole_input, tp, seed, gather)
+
+
+def test_transposed_weights(workers, tp, seed):
+    workers.run(check_transposed_weights, tp, seed)
 
 
 def test_all_tiers_are_measured(workers, tp, seed):

@@ -22,6 +22,10 @@ MOST_STREAMS = 4  # that have a workspace of their own, for it is used in one st
 _workspaces: dict[tuple[int, int], Tensor] = {}
 
 Link = tuple[Communicator, str]  # and its tier
+Layout = tuple[
+    int, int, bool
+]  # a weight's address, the entries from one row to the next, and whether those are of [k, n]
+NOWHERE = 0, 0, False
 
 
 def all_gather_matmul(
@@ -38,17 +42,17 @@ def all_gather_matmul(
     kept."""
     ys, pres, columns, held = [], [], [], []
     for weight, bias in zip(weights, biases, strict=True):
-        (weight, leading), bias = _matrix(weight), _vector(bias)
+        (weight, layout), bias = _matrix(weight), _vector(bias)
         n = weight.shape[0]
         y = x.new_empty(*plan.leading or (plan.total,), n)
         pre = torch.empty_like(y) if keeps_pre and epilogue == GELU_TANH else None
-        columns.append((n, weight.data_ptr(), leading, y.data_ptr(), epilogue, _address(bias), _address(pre)))
+        columns.append((n, *layout, y.data_ptr(), epilogue, _address(bias), _address(pre)))
         held.append((weight, bias))
         ys.append(y)
         pres.append(pre)
     gathered = x.new_empty(plan.total, plan.inputs) if keeps_gathered else None
     slot = plan.padded * plan.inputs
-    _run(link, "all_gather_matmul", plan, x, slot, _gathered(link, slot, x), 0, 0, 0, _address(gathered), columns)
+    _run(link, "all_gather_matmul", plan, x, slot, _gathered(link, slot, x), 0, NOWHERE, _address(gathered), columns)
     return ys, pres, gathered
 
 
@@ -59,28 +63,28 @@ def column_backward(
     dx = x.new_empty(plan.own, plan.inputs) if needs.x else None
     dweights, columns, held = [], [], []
     for index, (dpre, weight) in enumerate(zip(dpres, weights, strict=True)):
-        weight, leading = _matrix(weight)
-        dweight = _new_dweight(needs, weight, index)
-        columns.append((weight.shape[0], weight.data_ptr(), leading, dpre.data_ptr(), _address(dweight)))
+        weight, layout = _matrix(weight, needs, plan)
+        dweight = _new_dweight(needs, weight, layout, index)
+        columns.append((weight.shape[0], *layout, dpre.data_ptr(), _address(dweight)))
         held.append(weight)
         dweights.append(dweight)
     slot = plan.padded * plan.inputs
     staged = plan.total * plan.inputs + (2 * slot if link[1] == "nccl" else _gathered(link, slot, x))
     more = plan.saves_gathered, _address(dx), needs.x, _wants_dweight(needs), columns
-    _run(link, "column_backward", plan, x, slot, staged, 0, 0, 0, *more)
+    _run(link, "column_backward", plan, x, slot, staged, 0, NOWHERE, *more)
     return dx, dweights if needs.main_grads is None else [None] * len(dweights)
 
 
 def matmul_reduce_scatter(
     link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None
 ) -> Tensor:
-    (weight, leading), bias = _matrix(weight), _vector(bias)
+    (weight, layout), bias = _matrix(weight), _vector(bias)
     residual = None if residual is None else _aligned(residual)
     n = weight.shape[0]
     y = x.new_empty(*plan.leading or (plan.own,), n)
     slot = plan.padded * n
     staged = plan.total * n + (slot if link[1] == "nccl" else 0)
-    more = n, weight.data_ptr(), leading, y.data_ptr(), _address(residual), _address(bias)
+    more = n, layout, y.data_ptr(), _address(residual), _address(bias)
     _run(link, "matmul_reduce_scatter", plan, x, slot, staged, *more)
     return y
 
@@ -95,10 +99,10 @@ def row_backward(
 
 
 def matmul_all_reduce(link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    (weight, leading), bias = _matrix(weight), _vector(bias)
+    (weight, layout), bias = _matrix(weight), _vector(bias)
     n = weight.shape[0]
     y = x.new_empty(*plan.leading or (plan.total,), n)
-    more = n, weight.data_ptr(), leading, y.data_ptr(), _address(bias)
+    more = n, layout, y.data_ptr(), _address(bias)
     _run(link, "matmul_all_reduce", plan, x, *_all_reduced(link, plan, n), *more)
     return y
 
@@ -107,13 +111,13 @@ def matmul_all_reduce_norm(
     link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor, norm: NormOperands
 ) -> tuple[Tensor, Tensor]:
     """-> the residual and what is added to it, and that normalised: rows of at most MOST_NORMALIZED bytes."""
-    (weight, leading), bias, residual = _matrix(weight), _vector(bias), _aligned(residual)
+    (weight, layout), bias, residual = _matrix(weight), _vector(bias), _aligned(residual)
     norm_weight, norm_bias = _aligned(norm.weight), None if norm.bias is None else _aligned(norm.bias)
     n, total = weight.shape[0], torch.empty_like(residual)
     y = torch.empty_like(residual)
     slot, staged = _all_reduced(link, plan, n)
     more = (
-        n, weight.data_ptr(), leading, _address(bias), residual.data_ptr(), total.data_ptr(), y.data_ptr(),
+        n, layout, _address(bias), residual.data_ptr(), total.data_ptr(), y.data_ptr(),
         norm_weight.data_ptr(), _address(norm_bias), norm.eps, norm.kind == "layernorm",
     )  # fmt: skip
     _run(link, "matmul_all_reduce_norm", plan, x, slot, staged + plan.total * n, *more)
@@ -132,7 +136,7 @@ def matmul_all_gather(
     link: Link, plan: Plan, x: Tensor, weight: Tensor, bias: Tensor | None, epilogue: int, keeps_pre: bool
 ) -> tuple[Tensor, Tensor | None]:
     """-> all ranks' features, and of this rank's own what a GELU_TANH is of, if kept."""
-    (weight, leading), bias = _matrix(weight), _vector(bias)
+    (weight, layout), bias = _matrix(weight), _vector(bias)
     size, features = link[0].size, plan.outputs
     y = x.new_empty(*plan.leading or (plan.total,), features)
     pre = x.new_empty(plan.total, weight.shape[0]) if keeps_pre and epilogue == GELU_TANH else None
@@ -141,7 +145,7 @@ def matmul_all_gather(
         staged = own * (1 + size)
     else:
         staged = own if exact[-1] else min(own, MOST_FEATURES_GATHERED // x.element_size())
-    more = features, weight.data_ptr(), leading, y.data_ptr(), epilogue, _address(bias), _address(pre)
+    more = features, layout, y.data_ptr(), epilogue, _address(bias), _address(pre)
     _run(link, "matmul_all_gather", plan, x, plan.total * features, staged, *more)
     return y, pre
 
@@ -151,19 +155,22 @@ def _backward(
     *flags: int,
 ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
     """-> the gradients of x and of the weight. `flags`: what the extension is told of `needs`."""
-    (weight, leading), dy = _matrix(weight), _aligned(dy)
+    (weight, layout), dy = _matrix(weight, needs, plan), _aligned(dy)
     dx = x.new_empty(x.shape) if needs.x else None
-    dweight = _new_dweight(needs, weight)
+    dweight = _new_dweight(needs, weight, layout)
     more = dy.data_ptr(), _address(dx), _address(dweight), *flags
-    _run(link, operation, plan, x, slot, staged, weight.shape[0], weight.data_ptr(), leading, *more)
+    _run(link, operation, plan, x, slot, staged, weight.shape[0], layout, *more)
     return dx, dweight if needs.main_grads is None else None
 
 
-def _new_dweight(needs: Needs, weight: Tensor, index: int = 0) -> Tensor | None:
-    """What the extension writes or adds a weight's gradient to."""
+def _new_dweight(needs: Needs, weight: Tensor, layout: Layout, index: int = 0) -> Tensor | None:
+    """What the extension writes or adds a weight's gradient to, of the weight's layout."""
     if not needs.weights:
         return None
-    return weight.new_empty(weight.shape) if needs.main_grads is None else needs.main_grads[index]
+    if needs.main_grads is not None:
+        return needs.main_grads[index]
+    n, k = weight.shape
+    return weight.new_empty(k, n).t() if layout[2] else weight.new_empty(n, k)
 
 
 def _wants_dweight(needs: Needs) -> int:
@@ -186,7 +193,7 @@ def _all_reduced(link: Link, plan: Plan, features: int) -> tuple[int, int]:
 
 def _run(
     link: Link, operation: str, plan: Plan, x: Tensor, slot: int, staged: int,
-    n: int, weight: int, leading: int, *more,
+    n: int, weight: Layout, *more,
 ) -> None:  # fmt: skip
     """Call the extension. In entries of x's dtype: `slot` of memory that peers write (not by NCCL), and `staged` of
     this rank's own. `n`: output features, all ranks' where they are gathered."""
@@ -203,7 +210,7 @@ def _run(
     workspace = _workspace(x, device, stream, size, stays=not plan.compiled)
     getattr(communicator.module, operation)(
         communicator.handle, TIERS.index(tier), stream, workspace.data_ptr(), workspace.numel(), kind,
-        plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), weight, leading, *more,
+        plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), *weight, *more,
     )  # fmt: skip
 
 
@@ -230,13 +237,20 @@ def workspace_bytes() -> dict[torch.device, int]:
     return kept
 
 
-def _matrix(weight: Tensor) -> tuple[Tensor, int]:
-    """A weight whose rows cuBLASLt can step over, and the entries from one to the next: they must not overlap."""
+def _matrix(weight: Tensor, needs: Needs | None = None, plan: Plan | None = None) -> tuple[Tensor, Layout]:
+    """A weight with rows, or columns, that cuBLASLt can step over: they must not overlap. Backward gives its `needs`
+    and plan: a `main_grad` has rows, and compiled code was told that gradients have them."""
     n, k = weight.shape
     if weight.is_contiguous():
-        return weight, k
-    leading, step = weight.stride()
-    return (weight, max(leading, k)) if step == 1 and (leading >= k or n == 1) else (weight.contiguous(), k)
+        return weight, (weight.data_ptr(), k, False)
+    along_n, along_k = weight.stride()
+    if along_k == 1 and (along_n >= k or n == 1):
+        return weight, (weight.data_ptr(), max(along_n, k), False)
+    has_columns = along_n == 1 and (along_k >= n or k == 1)  # a Conv1D's weight, which is [in, out]
+    if has_columns and (needs is None or (needs.main_grads is None and not plan.compiled)):
+        return weight, (weight.data_ptr(), max(along_k, n), True)
+    weight = weight.contiguous()
+    return weight, (weight.data_ptr(), k, False)
 
 
 def _vector(bias: Tensor | None) -> Tensor | None:
