@@ -14,6 +14,18 @@ def records_gradient(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 
+def eager_apply(function: type[torch.autograd.Function]) -> Callable:
+    """``function.apply``, for eager calls of a function without a setup_context, in two thirds of its own host time: it
+    does without a look at each argument for tensors that functorch's transforms have left behind.
+    """
+    apply = super(torch.autograd.Function, function).apply
+
+    def call(*args):
+        return function.apply(*args) if torch._C._are_functorch_transforms_active() else apply(*args)
+
+    return call
+
+
 def once_differentiable(backward: Callable) -> Callable:
     """For a ``backward(ctx, *grads)`` that autograd can't differentiate: who tries gets an error.
 

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
-from tpfused.autograd import once_differentiable
+from tpfused.autograd import eager_apply, once_differentiable
 
 
 def register(
@@ -44,7 +44,7 @@ def register(
             "forward": staticmethod(forward_and_save),
             "backward": staticmethod(once_differentiable(gradient)),
         }
-        eager = type(name, (torch.autograd.Function,), methods).apply
+        eager = eager_apply(type(name, (torch.autograd.Function,), methods))
 
     def call(*args):
         plain = not torch.compiler.is_compiling() and all(

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfused.autograd import once_differentiable, records_gradient
+from tpfused.autograd import eager_apply, once_differentiable, records_gradient
 from tpfused.group import resolve_group
 from tpfused.kernels.launch import autocast_to
 from tpfused.kernels.linear_act import accumulate_wgrad
@@ -103,7 +103,7 @@ class Operation:
     def __init__(self):
         self._operator = _operator_of(self)
         # A class of its own, for the name that profiles and `grad_fn` show.
-        self._function = type(type(self).__name__.removeprefix("_"), (_Function,), {})
+        self._apply = eager_apply(type(type(self).__name__.removeprefix("_"), (_Function,), {}))
 
     def __call__(
         self,
@@ -144,7 +144,7 @@ class Operation:
                 training, plan.tp.process_group.group_name,
             )[: len(weights)]  # fmt: skip
         elif training:
-            results = self._function.apply(self, chosen, plan, main_grads, residual, x, *weights, *biases)
+            results = self._apply(self, chosen, plan, main_grads, residual, x, *weights, *biases)
         else:
             results, _ = self.forward(chosen, plan, False, x, weights, biases, *_given(residual))
         if plan.leading is None:
