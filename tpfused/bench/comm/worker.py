@@ -32,10 +32,19 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
     dtype = DTYPES[argument["dtype"]]
     torch.manual_seed(argument["seed"])
     measure_all(argument, worker, device, dtype)
-    rates = measure_rates(device, dtype, argument["rounds"])
+    report_rates(argument, worker, device, dtype)
+    dist.destroy_process_group()
+
+
+def report_rates(argument: dict[str, Any], worker: Worker, device: torch.device, dtype: torch.dtype) -> None:
+    """The first rank emits the "rates", of layers split over the first kind of group (of "tp" and "dp": tp)."""
+    if worker.rank == 0:
+        worker.emit("start", "rates")
+    groups = next(iter(argument["groups"].values()), None)
+    group = None if groups is None else dist.new_subgroups_by_enumeration(groups)[0]
+    rates = measure_rates(device, dtype, argument["rounds"], group)
     if worker.rank == 0:
         worker.emit("rates", rates)
-    dist.destroy_process_group()
 
 
 def measure_all(argument: dict[str, Any], worker: Worker, device: torch.device, dtype: torch.dtype) -> None:
