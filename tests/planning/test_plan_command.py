@@ -278,6 +278,16 @@ def test_blocks_are_run(tmp_path, capsys, sequence):
     assert "one after the other" in out and "by rates: what tpfused plan predicts" in out and "fp32, 2 rounds" in out
 
 
+def test_a_block_that_cannot_be_built_is_one_line(monkeypatch, capfd):
+    """As one that is too large for its GPU: whatever is wrong, a worker says it, and no traceback."""
+    monkeypatch.setattr(Shape, "__post_init__", lambda self: None)
+    odd = "--hidden 30 --ffn 96 --heads 10 --vocab 64 --layers 1 --sequence 8 --cpu --check --gpus 1 --rounds 1".split()
+    assert plan(*odd) == 2
+    err = capfd.readouterr().err
+    assert err.endswith("plan: a block at tp 1: ValueError: rotary positions need an even head_dim, not 3\n")
+    assert "Traceback" not in err
+
+
 def test_a_prediction_that_is_off_ends_with_1(monkeypatch, capsys):
     """By rates 16 % below what was measured, twice over; that by parts is right, and does not count."""
     asked = {}

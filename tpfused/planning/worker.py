@@ -17,6 +17,7 @@ from tpfused.bench.comm.worker import measure_all, report_rates
 from tpfused.bench.measure import median_and_iqr
 from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import join, together
+from tpfused.cli.errors import UserError
 from tpfused.layers.transformer import ParallelTransformerBlock, TransformerConfig
 from tpfused.planning.block import Setting, block
 from tpfused.planning.shape import Shape
@@ -47,7 +48,7 @@ def check(argument: dict[str, Any], worker: Worker) -> None:
         group = dist.new_subgroups_by_enumeration(groups)[0]
         calls, error = together(partial(_calls, argument, setting, group, device, dtype))
         if calls is None:
-            raise RuntimeError(f"a block at tp {setting.tp}: {error}")
+            raise UserError(f"a block at tp {setting.tp}: {error}")
         samples = time_calls(calls, argument["rounds"], device, dtype, waiting={BLOCKS})
         us = {part: median_and_iqr(sampled.us)[0] for part, sampled in samples.items()}
         if worker.rank == 0:

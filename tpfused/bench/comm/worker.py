@@ -16,6 +16,7 @@ from tpfused.bench.measure import Timed, median_and_iqr
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
+from tpfused.cli.errors import UserError
 from tpfused.planning.communication import bandwidths
 from tpfused.workers import Worker
 
@@ -55,7 +56,7 @@ def measure_all(argument: dict[str, Any], worker: Worker, device: torch.device, 
     largest = max(case.size for case in cases)
     members, error = together(partial(join_groups, argument["groups"], largest, dtype, device))
     if members is None:
-        raise RuntimeError(f"two buffers of {told(largest)} a rank: {error}")
+        raise UserError(f"two buffers of {told(largest)} a rank: {error}")
     for op in dict.fromkeys(case.op for case in cases):
         if worker.rank == 0:
             worker.emit("start", op)
