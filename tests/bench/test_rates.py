@@ -10,12 +10,14 @@ from tpfused.bench.comm.job import rates_of
 from tpfused.bench.comm.programs import LARGE_LAYERS, LINEAR_CALLS, OTHER_CALLS, Programs, hidden_share, parts_of_layers
 from tpfused.bench.measure import Timed
 from tpfused.bench.sampling import Sampled, interleave
+from tpfused.planning.block import Setting, block
 from tpfused.planning.rates import LATENCIES, MATMUL, OTHER, PARALLEL_MATMUL, Rates
-from tpfused.planning.work import Pair
+from tpfused.planning.shape import PRESETS
+from tpfused.planning.work import Matmul, Pair
 
 # Passes that are not contiguous take long enough that their bytes do not count.
 KNOWN = Rates(0.5, 0.25, 0.125, 50.0, {"strided": 0.5, "joined": 0.25}, latency_us=dict.fromkeys(LATENCIES, 3.0))
-HOST = {MATMUL: 60.0, PARALLEL_MATMUL: 600.0, OTHER: 70.0}
+HOST = {MATMUL: 60.0, PARALLEL_MATMUL: 600.0, OTHER: 120.0}
 
 
 @pytest.fixture
@@ -62,7 +64,7 @@ def test_what_a_matmul_hides():
 
 
 def launched(ctx):
-    """Kernels of the calls by which the host's time is known, in the words of autograd: functions with a backward."""
+    """What the calls by which the host's time is known give."""
     group = ctx.group(2)
     found = Programs(ctx.device, torch.float32, group)
     gradients = {key: call() for key, call in found.calls.items()}
@@ -75,7 +77,14 @@ def test_programs_on_two_ranks(workers):
     names, shapes = workers.run(launched)[0]
     assert names == sorted([MATMUL, OTHER, PARALLEL_MATMUL, LARGE_LAYERS])
     assert shapes[MATMUL] == [(8, 32), (32, 32), (32, 32)] and shapes[PARALLEL_MATMUL] == [(4, 32), (32, 32), (32, 32)]
-    assert shapes[OTHER] == [(8, 32), (8, 64), (32,)] and OTHER_CALLS == 7
+    assert shapes[OTHER] == [(8, 1, 32), (8, 1, 96), (8, 1, 64), (32,)]
+
+
+def test_other_calls_are_those_of_a_block():
+    """A block on a GPU has one norm more each way."""
+    both = block(PRESETS["llama3-8b"], Setting(1, 64, 1, 2, False, True, kernels=True))
+    others = [work for work in both.forward + both.backward if not isinstance(work, Matmul)]
+    assert len(others) == OTHER_CALLS + 2
 
 
 def test_host_us_is_of_a_call(alone):

@@ -12,6 +12,8 @@ from tpfused import reference
 from tpfused.bench.comm.works import Member, build
 from tpfused.group import TPGroup, resolve_group
 from tpfused.kernels.gated_act import gated_act
+from tpfused.kernels.rotary import rotary_qkv
+from tpfused.layers.attention import scaled_dot_product_attention
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpfused.layers.norm import Norm
@@ -25,7 +27,10 @@ from tpfused.planning.work import Matmul, Pair
 SMALL = {"cuda": (512, 1024, 1024), "cpu": (8, 32, 32)}
 LARGE = {"cuda": (8192, 4096, 4096), "cpu": (256, 512, 512)}
 LINEAR_CALLS = 6  # of two layers: one matmul forward, two backward
-OTHER_CALLS = 7  # of `_others`: gated activation, norm and two sums; backward the first two, and one sum of gradients
+HEADS = 8
+OTHER_CALLS = (
+    12  # of `_others`: rotary positions, attention, norm, activation, three sums; backward as many, but one sum
+)
 LARGE_LAYERS = "two large layers"
 ALONE = TPGroup(None, rank=0, size=1)
 
@@ -111,10 +116,19 @@ def _layers(rows: int, hidden: int, features: int, group: TPGroup, place: dict[s
 
 
 def _others(rows: int, hidden: int, place: dict[str, Any]) -> Callable:
-    """Forward and backward of functions without a matmul."""
+    """Forward and backward of what a block has beside its matmuls, about as often."""
     norm = Norm("rmsnorm", hidden, group=ALONE, **place)
-    x, grad = (torch.randn(rows, hidden, **place) for _ in range(2))
-    gates = torch.randn(rows, 2 * hidden, requires_grad=True, **place)
-    gated = gated_act if runs_kernels(gates) else reference.gated_act
-    leaves = [x.requires_grad_(), gates, norm.weight]
-    return lambda: torch.autograd.grad(x + norm(x + gated(gates, activation="silu")), leaves, grad)
+    x, grad = (torch.randn(rows, 1, hidden, **place) for _ in range(2))
+    qkv, gates = (torch.randn(rows, 1, parts * hidden, requires_grad=True, **place) for parts in (3, 2))
+    rotary, gated = reference.rotary_qkv, reference.gated_act
+    if runs_kernels(x):
+        rotary, gated = rotary_qkv, gated_act
+    leaves = [x.requires_grad_(), qkv, gates, norm.weight]
+
+    def run() -> tuple[torch.Tensor, ...]:
+        heads = rotary(qkv, 1, hidden // HEADS, 10000.0, None, tokens_first=True)
+        attended = scaled_dot_product_attention(*heads, None, True, 0.0).permute(2, 0, 1, 3)
+        y = x + attended.flatten(2)
+        return torch.autograd.grad(y + norm(y + gated(gates, activation="silu")), leaves, grad)
+
+    return run
