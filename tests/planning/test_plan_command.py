@@ -27,7 +27,7 @@ TINY = "--hidden 32 --ffn 96 --heads 4 --kv-heads 2 --vocab 64 --layers 2 --sequ
 SHAPE = Shape(32, 96, layers=2, heads=4, kv_heads=2, vocab=64)
 STEP = Step(2, 1, 32, 4, sequence_parallel=True, checkpointed=False, overlap=False, kernels=False)
 RATES = Rates(1.0, 1.0, 1.0, 1.0, {"strided": 1.0, "joined": 1.0})
-TINY_OF_HELP = "--hidden 256 --ffn 1024 --layers 1 --heads 8 --vocab 1000 --sequence 128".split()
+TINY_OF_HELP = "--hidden 256 --ffn 1024 --layers 1 --heads 8 --vocab 1000 --sequence 128 --dtype fp32".split()
 
 
 def plan(*options):

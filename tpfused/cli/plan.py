@@ -30,7 +30,8 @@ examples:
   tpfused plan --check --model llama3-8b --layers 8 --sequence 2048
                                            eight of them, of few tokens
   tpfused plan --check --cpu --hidden 256 --ffn 1024 --layers 1 --heads 8 \\
-      --vocab 1000 --sequence 128          a try, in two processes on a CPU
+      --vocab 1000 --sequence 128 --dtype fp32
+                                           a try, in two processes on a CPU
 
 What the columns say:
   step ms     micro-batches, one after the other, and the pipeline's bubble; then
@@ -58,8 +59,8 @@ Not counted: input, and what several hosts between them have less of than one,
 unless it was measured. Data parallelism is DDP's: parameters, gradients and
 AdamW's state whole on each.
 
---check runs a block (or --layers of them), forward and backward, at each tp that
-the GPUs here allow, as a program does, and shows beside its time two
+--check runs a block (or --layers of them), forward and backward, at each tp
+that the GPUs here allow, as a program does, and shows beside its time two
 predictions, and how far off each is:
   by rates    what tpfused plan predicts, from the rates that tpfused bench comm
               would measure here: of matmuls, attention and memory of any size,
@@ -69,7 +70,8 @@ predictions, and how far off each is:
               other kernels' bytes over the speed of memory; its collectives by
               the fitted model; nothing for the host. Where this is right and
               "by rates" is not, the rates are to blame
-It needs a GPU; --cpu tries it with a small shape, whose time is mostly Python's.
+It needs a GPU; --cpu tries it with a small shape, whose time is mostly Python's
+and, as nothing is launched ahead there, longer than predicted.
 
 Exit codes: 0 done; 1 a worker failed or, with --check, the prediction by rates
 was further off than --tolerance; 2 something in the command line is wrong; 130

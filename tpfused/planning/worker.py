@@ -35,6 +35,7 @@ def check(argument: dict[str, Any], worker: Worker) -> None:
     blocks' interquartile range, and whether they overlapped their collectives.
     """
     device, dtype = join(argument["device"], worker), DTYPES[argument["dtype"]]
+    torch.manual_seed(argument["seed"])
     largest = max(setting.tp for setting in argument["settings"])
     split = {"tp": blocks(worker.world, largest)} if largest > 1 else {}
     report_rates(argument | {"groups": split}, worker, device, dtype)

@@ -27,10 +27,9 @@ from tpfused.planning.work import Matmul, Pair
 SMALL = {"cuda": (512, 1024, 1024), "cpu": (8, 32, 32)}
 LARGE = {"cuda": (8192, 4096, 4096), "cpu": (256, 512, 512)}
 LINEAR_CALLS = 6  # of two layers: one matmul forward, two backward
+# Of `_others`: rotary positions, attention, norm, activation and three sums; backward as many, but one sum.
+OTHER_CALLS = 12
 HEADS = 8
-OTHER_CALLS = (
-    12  # of `_others`: rotary positions, attention, norm, activation, three sums; backward as many, but one sum
-)
 LARGE_LAYERS = "two large layers"
 ALONE = TPGroup(None, rank=0, size=1)
 
