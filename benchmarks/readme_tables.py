@@ -6,22 +6,27 @@
 
 They are of `results/kernels-*.json`, `results/overlap-*.json` and `results/model-*.json`. An operation's rows come from
 the newest complete file that holds it, so that operations may be measured apart. Measurements of some cases (`--quick`,
-`--case`, `--tp`, `--sequence`) are left out, and so are the points of a sweep. Needs no torch.
+`--case`, `--tp`, `--sequence`) are left out, and so are the points of a sweep. What `tpfused plan` predicts is of
+`results/plan-check-*.json` and, of whole steps, of `model-*.json` by the rates of `comm-*.json`. Needs no torch.
 """
 
 import argparse
 import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from tpfused.bench.results import Row, best_other, by_case, is_ours, is_sweep, ours_of  # noqa: E402
+from tpfused.planning.layouts import Layout, Step, predict  # noqa: E402
+from tpfused.planning.rates import Rates  # noqa: E402
+from tpfused.planning.shape import BYTES, PRESETS, Shape  # noqa: E402
 
 PARTS = ("matmul", "collective")
+SIZES = {"8B": "llama3-8b"}  # of `tpfused bench model`, among `tpfused plan`'s
 LEFT = ("case", "pass", "best other: its ratio")  # columns of words
 Columns = dict[str, Callable[[Sequence[Row]], str]]  # title -> the cell of a case's variants
 
@@ -41,6 +46,23 @@ class Section:
     facts: Callable[[Mapping], tuple[str, str]]
     columns: Callable[[Sequence[Row]], Columns]
 
+    def text(self, folder: Path) -> str:
+        return text_of(self, folder)
+
+
+@dataclass(frozen=True)
+class PlanSection:
+    """What `tpfused plan` has in README: how far off it is of blocks and of steps."""
+
+    begin: str
+    end: str
+
+    def text(self, folder: Path) -> str:
+        found = [*checked_blocks(folder), *predicted_steps(folder)]
+        return "\n\n".join(
+            found or ["No results have been recorded yet: `tpfused plan --check` compares on your machine."]
+        )
+
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -57,7 +79,7 @@ def main() -> int:
             print(f"{args.readme} must hold, once and in this order: {begin} and {end}", file=sys.stderr)
             return 2
         before, after = new[: new.index(begin)], new[new.index(end) :]
-        new = f"{before}{begin}\n\n{text_of(section, args.results)}\n\n{after}"
+        new = f"{before}{begin}\n\n{section.text(args.results)}\n\n{after}"
     if new == old:
         return 0
     if args.check:
@@ -105,12 +127,16 @@ def is_whole(meta: Mapping) -> bool:
 
 def provenance(section: Section, meta: Mapping, file: str, operations: list[str] | None) -> str:
     which = f"{', '.join(operations)}: " if operations else ""
+    return which + measured_on(meta, file, *section.facts(meta))
+
+
+def measured_on(meta: Mapping, file: str, library: str, more: str) -> str:
+    """`more`: after the rounds."""
     card = f"{meta['gpus']} x {meta['card']}" if meta["gpus"] > 1 else meta["card"]
     commit = f"commit {meta['commit']}" if meta["commit"] else "no commit"
-    library, more = section.facts(meta)
+    rounds = f", {meta['rounds']} rounds" if "rounds" in meta else ""
     return (
-        f"{which}**{card}**, driver {meta['driver']}, torch {meta['torch']}, {library}, {commit}, {meta['date'][:10]}, "
-        f"{meta['rounds']} rounds"
+        f"**{card}**, driver {meta['driver']}, torch {meta['torch']}, {library}, {commit}, {meta['date'][:10]}{rounds}"
         f"{more}. [{file}](benchmarks/results/{file})"
     )
 
@@ -210,6 +236,79 @@ def model_columns(rows: Sequence[Row]) -> Columns:
     return {title: cell for title, cell in found.items() if any(cell(variants) for variants in by_case(rows))}
 
 
+def checked_blocks(folder: Path) -> list[str]:
+    """A table of each file that `tpfused plan --check` wrote; of the same blocks on as many of the same card, of the
+    newest."""
+    newest = {}
+    for file, meta, rows in sorted(recorded(folder, "plan-check"), key=lambda each: (each[1]["date"], each[0])):
+        step = {name: value for name, value in meta["step"].items() if name != "batch"}
+        newest[str((meta["card"], meta["gpus"], meta["shape"], step, meta["layers"]))] = file, meta, rows
+    parts = []
+    for file, meta, rows in newest.values():
+        parts.append(measured_on(meta, file, f"NCCL {meta['nccl']}", set_outside(meta)))
+        blocks = f"{meta['layers']} of {name_of(Shape(**meta['shape']))}, {meta['step']['tokens']} tokens"
+        title = f"| blocks, forward and backward ({dtype_of(meta)}) | TP | measured ms (IQR) "
+        lines = [f"{title}| by rates ms | error | by parts ms | error |", "|---|--:|--:|--:|--:|--:|--:|"]
+        for row in rows:
+            # A file of before predictions by rates has the other one alone.
+            by_rates = predicted_cells(row["by_rates"]) if "by_rates" in row else ["not recorded", ""]
+            spread = f" ({row['measured_us_iqr'] / 1e3:,.2f})" if "measured_us_iqr" in row else ""
+            cells = [blocks, str(row["tp"]), f"{row['measured_us'] / 1e3:,.2f}{spread}"]
+            cells += [*by_rates, *predicted_cells(row.get("by_parts", row))]
+            lines.append(f"| {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return parts
+
+
+def predicted_cells(prediction: Mapping) -> list[str]:
+    return [f"{prediction['predicted_us'] / 1e3:,.2f}", f"{prediction['error']:+.1%}"]
+
+
+def recorded(folder: Path, name: str) -> list[tuple[str, dict, list[dict]]]:
+    """File name, meta and rows of each whole file of that name."""
+    files = [(path.name, json.loads(path.read_text())) for path in sorted(folder.glob(f"{name}-*.json"))]
+    return [(file, found["meta"], found["rows"]) for file, found in files if is_whole(found["meta"])]
+
+
+def name_of(shape: Shape) -> str:
+    known = (name for name, preset in PRESETS.items() if replace(preset, layers=shape.layers) == shape)
+    return next(known, f"a model of {shape.hidden} features")
+
+
+def dtype_of(meta: Mapping) -> str:
+    return meta.get("dtype") or {2: "16 bits", 4: "fp32"}[meta["step"]["bytes"]]
+
+
+def predicted_steps(folder: Path) -> list[str]:
+    """Training steps of `tpfused bench model` beside what the rates of the newest `tpfused bench comm` on as many of
+    the same card say of them."""
+    machines = {}
+    for file, meta, _ in sorted(recorded(folder, "comm"), key=lambda each: (each[1]["date"], each[0])):
+        machines[meta["card"], meta["gpus"], meta["dtype"]] = file, Rates.from_dict(meta["rates"])
+    parts = []
+    for card, operations in newest_of_each_card(folder, "model").items():
+        file, meta, rows = operations.get("train", (None, {}, ()))
+        rows = [
+            row for row in rows if (row["variant"], row["pass"], row.get("dp")) == ("ours", "fwd+bwd", 1) and row["us"]
+        ]
+        if not rows or (*card, rows[0]["dtype"]) not in machines or meta["size"] not in SIZES:
+            continue
+        shape = replace(PRESETS[SIZES[meta["size"]]], layers=meta["layers"])
+        source, rates = machines[*card, rows[0]["dtype"]]
+        told = f"Training steps, {meta['layers']} layers, of [{file}](benchmarks/results/{file}), by the rates of "
+        told += f"[{source}](benchmarks/results/{source})"
+        unknown = rates.unknown()
+        parts.append(f"{told}, which does not tell {', '.join(unknown)}." if unknown else f"{told}.")
+        lines = [f"| train ({rows[0]['dtype']}) | measured ms | by rates ms | error |", "|---|--:|--:|--:|"]
+        for row in rows:
+            step = Step(row["batch"], row["batch"], row["tokens"], BYTES[row["dtype"]], True, False, rates.hidden != 0)
+            us = predict(shape, step, Layout(row["tp"], 1, 1), rates).work.total  # without an optimizer
+            cells = predicted_cells({"predicted_us": us, "error": us / row["us"] - 1})
+            lines.append(f"| {row['case']} | {row['us'] / 1e3:,.2f} | {' | '.join(cells)} |")
+        parts.append("\n".join(lines))
+    return parts
+
+
 def set_outside(meta: Mapping) -> str:
     return "".join(f", {name}={value}" for name, value in meta["settings"].items())
 
@@ -235,6 +334,9 @@ SECTIONS = (
         "<!-- end of the model benchmarks -->",
         lambda meta: (f"NCCL {meta['nccl']}", f", {meta['layers']} layers of {meta['size']}{set_outside(meta)}"),
         model_columns,
+    ),
+    PlanSection(
+        "<!-- predictions: written by benchmarks/readme_tables.py, not by hand -->", "<!-- end of the predictions -->"
     ),
 )
 

@@ -4,16 +4,21 @@ import importlib.util
 import json
 import subprocess
 import sys
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
+
+from tpfused.planning.layouts import Layout, Step, predict
+from tpfused.planning.rates import Rates
+from tpfused.planning.shape import PRESETS
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "readme_tables.py"
 SPEC = importlib.util.spec_from_file_location("readme_tables", SCRIPT)
 readme_tables = importlib.util.module_from_spec(SPEC)
 SPEC.loader.exec_module(readme_tables)
 
-KERNELS, OVERLAP, MODEL = readme_tables.SECTIONS
+KERNELS, OVERLAP, MODEL, PLAN = readme_tables.SECTIONS
 META = {
     "card": "Some GPU",
     "gpus": 1,
@@ -54,7 +59,7 @@ def place(tmp_path):
             return subprocess.run(list(map(str, command)), capture_output=True, text=True, timeout=60)
 
         def section(self, section=KERNELS):
-            return readme_tables.text_of(section, self.results)
+            return section.text(self.results)
 
     Place.results.mkdir()
     marked = (f"{section.begin}\nold\n{section.end}\nafter\n" for section in readme_tables.SECTIONS)
@@ -181,3 +186,55 @@ def test_model(place):
         "|---|---|--:|--:|",
         "| batch 1 TP 1 | fwd+bwd | 1.0 | 1,000,000 |",
     ]
+
+
+SHAPE = asdict(PRESETS["llama3-8b"])
+RATES = Rates(700.0, 400.0, 350.0, 3000.0, {"strided": 300.0, "joined": 200.0}, hidden=0.5)
+
+
+def checked(tp, **known):
+    prediction = {"predicted_us": 9000.0, "error": -0.1, "parts_us": {}}
+    return {"tp": tp, "measured_us": 10_000.0, "overlapped": tp > 1} | known | ({} if known else prediction)
+
+
+def test_predicted_blocks(place):
+    """Files of before predictions by rates, whose error is by parts; and newer ones, of other blocks beside them."""
+    step = {"batch": 2, "tokens": 8192, "bytes": 2}
+    place.record("plan-check-a.json", [checked(1), checked(2)], shape=SHAPE, step=step, layers=1, gpus=2)
+    text = place.section(PLAN)
+    assert "| 1 of llama3-8b, 8192 tokens | 1 | 10.00 | not recorded |  | 9.00 | -10.0% |" in text
+    assert "forward and backward (16 bits)" in text and "by rates ms | error | by parts ms | error" in text
+    assert "**2 x Some GPU**, driver 580.1, torch 2.11.0, NCCL 2.28.9, commit abc, 2026-01-02, 21 rounds, NCCL" in text
+
+    by = {"by_rates": {"predicted_us": 10_500.0, "error": 0.05}, "by_parts": {"predicted_us": 8000.0, "error": -0.2}}
+    newer = checked(2, measured_us_iqr=123.0, **by)
+    facts = {"shape": SHAPE | {"layers": 3}, "gpus": 2, "dtype": "bf16"}
+    place.record("plan-check-b.json", [newer], step=step, layers=8, **facts)
+    text = place.section(PLAN)
+    assert "| 8 of llama3-8b, 8192 tokens | 2 | 10.00 (0.12) | 10.50 | +5.0% | 8.00 | -20.0% |" in text
+    assert "not recorded" in text and "(bf16)" in text
+    place.record("plan-check-c.json", [newer], step=step, layers=1, shape=SHAPE, gpus=2, date="2026-01-03T00:00:00")
+    assert "not recorded" not in place.section(PLAN)
+    place.record("plan-check-d.json", [checked(1)], step=step, layers=4, complete=False, **facts)
+    assert "4 of llama3-8b" not in place.section(PLAN)
+
+
+def test_predicted_steps(place):
+    """As a plan says, by the rates of the newest file of as many of that card."""
+    known = {"dp": 1, "batch": 1, "tokens": 64, "tp": 1, "pass": "fwd+bwd"}
+    rows = [model_row("ours", 40_000.0, **known), model_row("dtensor", 50_000.0, **known)]
+    rows += [model_row("ours", 1.0, **known | {"dp": 2}), model_row("ours", 3.0, **known | {"pass": "fwd"})]
+    place.record("model-2xGPU.json", rows, gpus=2)
+    assert "No results have been recorded yet: `tpfused plan --check`" in place.section(PLAN)
+    for name, rates, gpus, date in (
+        ("a", RATES, 2, 3),
+        ("b", replace(RATES, matmul_tflops=1.0), 2, 1),
+        ("c", RATES, 4, 4),
+    ):
+        facts = {"dtype": "bf16", "rates": rates.as_dict(), "gpus": gpus, "date": f"2026-01-0{date}T00:00:00+00:00"}
+        place.record(f"comm-{name}.json", [], **facts)
+    text = place.section(PLAN)
+    shape = replace(PRESETS["llama3-8b"], layers=8)
+    us = predict(shape, Step(1, 1, 64, 2, True, False, True), Layout(1, 1, 1), RATES).work.total
+    assert text.splitlines()[-1] == f"| 64 tokens TP 2 | 40.00 | {us / 1e3:,.2f} | {us / 40_000 - 1:+.1%} |"
+    assert "comm-a.json" in text and "which does not tell the latency of kernels, the host's time a call." in text

@@ -1,6 +1,7 @@
 """What a block does: its matmuls and collectives, and its other kernels counted as autograd runs them."""
 
 import math
+from collections import Counter as Counted
 from collections import defaultdict
 
 import pytest
@@ -150,6 +151,21 @@ def test_overlapped_columns_gather_again():
     (gathered,) = {*collectives(plain.backward)["all_gather"]}
     assert collectives(overlapped.backward)["all_gather"] == [gathered] * 4
     assert len(collectives(plain.backward)["all_gather"]) == 2
+
+
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["whole", "sequence"])
+@pytest.mark.parametrize("overlap", [False, True], ids=["plain", "overlapped"])
+def test_what_the_sum_of_the_ranks_parts_takes(sequence_parallel, overlap):
+    """An overlapped reduce-scatter adds residual and bias; an overlapped all-reduce the bias. Backward has the sums of
+    the two branches' gradients in any case."""
+    work = block(GPT, Setting(2, 16, 2, 2, sequence_parallel, overlap))
+    forward, backward = (
+        Counted(each.name for each in works if isinstance(each, Pass)) for works in vars(work).values()
+    )
+    assert forward["residual"] == (0 if overlap and sequence_parallel else 2) and backward["residual"] == 2
+    assert forward["bias"] == (0 if overlap else 2) and backward["bias"] == 4
+    alone = block(GPT, Setting(1, 16, 2, 2, sequence_parallel, overlap)).forward
+    assert sum(isinstance(each, Pass) and each.name == "residual" for each in alone) == 2
 
 
 def test_one_rank_needs_none():

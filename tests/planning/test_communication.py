@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from tpfused.planning.communication import OPERATIONS, Fit, bandwidths, bus_factor, fit, nearest
+from tpfused.planning.communication import OPERATIONS, Fit, bandwidths, bus_factor, fit, line, nearest
 
 SIZES = [2**power for power in range(10, 31, 2)]
 
@@ -55,6 +55,13 @@ def test_neither_latency_nor_bandwidth_is_negative():
     assert falling.us_per_byte == 0 and 10 < falling.alpha_us < 20 and falling.bus_gbps == 0
     steep = fit("broadcast", "all", 2, [(1, 1.0), (10, 100.0)])
     assert steep.alpha_us == 0 and steep.us_per_byte > 0
+
+
+def test_a_fit_is_a_line_with_its_errors():
+    points = [(size, 7.0 + size * 2e-6) for size in SIZES]
+    assert line("matmul", points) == pytest.approx((7.0, 2e-6))
+    found = fit("all_reduce", "all", 2, points)
+    assert (found.alpha_us, found.us_per_byte) == line("all_reduce", points)
 
 
 @pytest.mark.parametrize(

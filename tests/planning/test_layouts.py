@@ -16,6 +16,12 @@ SHAPE = Shape(hidden=64, ffn=160, layers=4, heads=4, kv_heads=2, vocab=100)
 STEP = Step(8, 1, 128, 2, sequence_parallel=True, checkpointed=False, overlap=True)
 FITS = tuple(Fit(op, "all", 2, 10.0, 1e-3) for op in OPERATIONS)
 RATES = Rates(1.0, 0.5, 0.25, 100.0, {STRIDED: 10.0, JOINED: 5.0}, FITS)
+HOST = replace(
+    RATES,
+    latency_us={"matmul": 2.0, "attention": 2.0, "attention_backward": 2.0, "memory": 1.1},
+    host_us={"matmul": 4.0, "parallel_matmul": 9.0, "other": 1.0},
+    hidden=1.0,
+)
 ONLY_MATMULS = Rates(1.0, float("inf"), float("inf"), float("inf"), {STRIDED: float("inf"), JOINED: float("inf")}, FITS)
 MATMUL = Matmul("forward", 100, 100, 100)
 
@@ -31,7 +37,45 @@ def test_rates():
     assert Rates.from_dict(RATES.as_dict()) == RATES
 
 
-@pytest.mark.parametrize("broken", [{"fits": 3}, {"matmul_tflops": "x"}, {"memory_gbps": 0}, {"pass_rates": {}}])
+def test_latencies_and_the_host():
+    """A narrow matmul runs at a lower rate; a layer's matmul on several ranks has a collective to launch, too."""
+    slow = replace(RATES, latency_us={"matmul": 2.0, "attention": 3.0, "attention_backward": 5.0, "memory": 1.0})
+    narrow = replace(MATMUL, n=25)
+    assert slow.us(MATMUL) == 4.0 and slow.us(narrow) == 2.5
+    assert slow.us(Attention(1, 1, 100, 100)) == 7.0 and slow.us(Attention(1, 1, 100, 100, True)) == 25.0
+    assert slow.us(Pass("x", CONTIGUOUS, 1e6)) == 11.0 and slow.us(Pass("x", STRIDED, 1e6, 1e6)) == 100.0
+    assert slow.us(Pass("x", STRIDED, 1e6, 1e5)) == 11.0
+    assert slow.us(Collective("all_reduce", 1000), 2) == RATES.us(Collective("all_reduce", 1000), 2)
+    assert replace(slow, measured={MATMUL: 7.0}).us(MATMUL) == 7.0
+
+    assert RATES.host(MATMUL, 2) == 0 and RATES.unknown() and not HOST.unknown()
+    pair, other = Pair(MATMUL, Collective("all_gather", 1)), Pass("x", CONTIGUOUS, 1)
+    assert [HOST.host(work, 1) for work in (MATMUL, pair, other)] == [4.0, 4.0, 1.0]
+    assert [HOST.host(work, 2) for work in (MATMUL, pair, other, pair.collective)] == [9.0, 9.0, 1.0, 1.0]
+    assert Rates.from_dict(HOST.as_dict()) == HOST
+    before = {name: value for name, value in HOST.as_dict().items() if name not in ("latency_us", "host_us", "hidden")}
+    assert Rates.from_dict(before) == RATES
+
+
+def test_the_longer_of_host_and_gpu():
+    """Of all the work together: the host runs ahead through what takes the GPU long."""
+    long, short = replace(MATMUL, m=1000), [Pass("x", CONTIGUOUS, 10)] * 12
+    times = [time_of(works, HOST, 1, True) for works in ([long], short, [long, *short])]
+    assert [time.host for time in times] == [4.0, 12.0, 16.0]
+    assert [round(time.device, 3) for time in times] == [22.0, 13.201, 35.201]
+    quick = replace(HOST, latency_us={})
+    assert time_of(short, quick, 1, True).total == 12.0  # which the GPU would do in 0.0012 us
+    both = time_of([long], quick, 1, True) + time_of(short, quick, 1, True)
+    assert both.total == pytest.approx(20.0012) and (both * 2).host == 32.0
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [
+        {"fits": 3}, {"matmul_tflops": "x"}, {"memory_gbps": 0}, {"pass_rates": {}}, {"latency_us": {"memory": -1}},
+        {"host_us": {"other": float("inf")}}, {"host_us": None}, {"hidden": 1.5}, {"hidden": "all"},
+    ],
+)  # fmt: skip
 def test_rates_refuse(broken):
     with pytest.raises(ValueError, match="no rates of a machine"):
         Rates.from_dict(RATES.as_dict() | broken)
@@ -45,6 +89,9 @@ def test_what_overlaps_counts_once():
     assert overlapped.hidden == 4.0 and overlapped.total == 1030.0 and overlapped.exposed == 1026.0
     assert time_of([Pair(replace(MATMUL, m=10_000), short)], RATES, 2, True).total == 200.0
     assert time_of([short], RATES, 1, True).total == 0
+    # What hides each other slows each other down.
+    partly, plain = (time_of(both, replace(RATES, hidden=0.75), 2, overlap) for overlap in (True, False))
+    assert partly.hidden == 3.0 and partly.total == 1031.0 and plain.hidden == 0
 
 
 def test_layouts():

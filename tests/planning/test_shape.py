@@ -69,6 +69,7 @@ def test_what_splits_can_be_built(heads, kv_heads, ffn):
         ({"heads": 3}, "hidden 8 is no multiple of heads 3"),
         ({"kv_heads": 3}, "heads 4 is no multiple of kv_heads 3"),
         ({"layers": 0}, "layers must be at least 1, not 0"),
+        ({"heads": 8}, "rotary positions need an even head_dim, not 1"),
         ({"style": "bert"}, "'bert'"),
     ],
 )

@@ -105,7 +105,7 @@ def run_on_ranks(
         else:
             function(argument, replace(worker, emit=on_event))
     except WorkerFailed as failure:
-        print(f"tpfused {command}: {failure}\n{failure.details}", file=sys.stderr)
+        print(f"tpfused {command}: {failure}\n{failure.details}".rstrip(), file=sys.stderr)
         return failure.code
     except KeyboardInterrupt:
         print(f"tpfused {command}: interrupted", file=sys.stderr)

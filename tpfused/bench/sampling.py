@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import os
 import statistics
 import time
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Container, Hashable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,8 @@ SAMPLE_US = 4000  # of calls between two looks at the clock
 LEAST_RUNS, MOST_RUNS = 2, 10
 LEAD_US = 1000  # that the host is ahead of the GPU, at least
 CYCLES_PER_US = 2000  # of a GPU; a slower one only waits longer
+LOAD_SIZE = 8192  # of the matmuls of a `Load`
+LOAD_WARM_S, LOAD_BATCH = 1.5, 10  # so long, for a GPU's clock to settle, and between two looks at the host's
 
 
 @dataclass(frozen=True)
@@ -55,20 +59,33 @@ def together(step: Callable[[], Any]) -> tuple[Any, str | None]:
 
 
 def interleave(
-    timed: dict[Hashable, Timed], rounds: int, device: torch.device, *, ahead: bool = True
+    timed: dict[Hashable, Timed],
+    rounds: int,
+    device: torch.device,
+    *,
+    ahead: bool = True,
+    waiting: Container[Hashable] = (),
+    load: Load | None = None,
 ) -> dict[Hashable, Sampled]:
-    """All variants in each round. Not `ahead`: the GPU waits for its host as it does in a program."""
+    """All variants in each round. Not `ahead`, and for those in `waiting`: the GPU waits for its host as it does in a
+    program. `load` is what the GPU does until a sample begins, instead of idling.
+    """
     lead_us = LEAD_US if ahead else 0
-    first = {name: _sample(each, LEAST_RUNS, lead_us, device) for name, each in timed.items()}
+
+    def sample(name: Hashable, runs: int) -> tuple[float, float]:
+        return _sample(timed[name], runs, 0 if name in waiting else lead_us, device, load)
+
+    first = {name: sample(name, LEAST_RUNS) for name in timed}
     us, host_us = (slowest(list(values)) for values in zip(*first.values(), strict=True))
     runs = {}
     for (name, each), one, host in zip(timed.items(), us, host_us, strict=True):
         runs[name] = max(LEAST_RUNS, min(MOST_RUNS, round(SAMPLE_US / (one * each.calls))))
         # The same for all: who has waited longer finds a cooler GPU, whose clock is higher.
-        lead_us = max(lead_us, 1.25 * host * runs[name] * each.calls) if ahead else 0
+        if ahead and name not in waiting:
+            lead_us = max(lead_us, 1.25 * host * runs[name] * each.calls)
     found: dict[Hashable, list[tuple[float, float]]] = {name: [] for name in timed}
     for _, name in in_turn(timed, rounds):
-        found[name].append(_sample(timed[name], runs[name], lead_us, device))
+        found[name].append(sample(name, runs[name]))
     samples = {}
     for name, pairs in found.items():
         us, host_us = (slowest(list(values)) for values in zip(*pairs, strict=True))
@@ -76,7 +93,38 @@ def interleave(
     return samples
 
 
-def _sample(timed: Timed, runs: int, lead_us: float, device: torch.device) -> tuple[float, float]:
+class Load:
+    """Keeps a GPU busy with large matmuls, so that what follows runs at the clock of a long computation.
+
+    A GPU that idles between measurements has power to spare, and a clock that it cannot hold: on an H200 a matmul of
+    8192 x 4096 x 14336 ran at 793 TFLOP/s between pauses, and at 705 amid training steps.
+    """
+
+    def __init__(self, device: torch.device, dtype: torch.dtype):
+        operands = (torch.randn(LOAD_SIZE, LOAD_SIZE, device=device, dtype=dtype) for _ in range(2))
+        self._matmul = partial(torch.mm, *operands, out=torch.empty(LOAD_SIZE, LOAD_SIZE, device=device, dtype=dtype))
+        end = time.perf_counter() + LOAD_WARM_S
+        while time.perf_counter() < end:
+            start = time.perf_counter()
+            for _ in range(LOAD_BATCH):
+                self._matmul()
+            torch.cuda.synchronize()
+            self._us = (time.perf_counter() - start) * 1e6 / LOAD_BATCH  # the last batch's
+
+    def __call__(self, us: float) -> None:
+        """Launches matmuls that take so long at least."""
+        for _ in range(math.ceil(us / self._us)):
+            self._matmul()
+
+
+def load_of(device: torch.device, dtype: torch.dtype) -> Load | None:
+    """For a GPU; a CPU's clock is left alone."""
+    return Load(device, dtype) if device.type == "cuda" else None
+
+
+def _sample(
+    timed: Timed, runs: int, lead_us: float, device: torch.device, load: Load | None = None
+) -> tuple[float, float]:
     """Microseconds a call: of the GPU, which starts with the others' and its host so far ahead; of the host."""
     calls = runs * timed.calls
     if device.type != "cuda":
@@ -85,7 +133,11 @@ def _sample(timed: Timed, runs: int, lead_us: float, device: torch.device) -> tu
         return us, us
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda.synchronize()
-    if lead_us:
+    if load is not None:
+        load(max(lead_us, LEAD_US))
+        if not lead_us:
+            torch.cuda.synchronize()
+    elif lead_us:
         torch.cuda._sleep(int(lead_us * CYCLES_PER_US))
     dist.all_reduce(torch.zeros(1, device=device))
     begin.record()

@@ -121,8 +121,11 @@ measured, all groups of a kind at the same time: tp, of ranks side by side, and
 dp, of those tp apart. Sizes and kinds of group take turns; every figure is the
 slowest rank's, and every collective's result is looked at once.
 
-The file of --json is what tpfused plan --from takes: it has the fits, and the
-speed of a matmul, of attention and of memory.
+The file of --json is what tpfused plan --from takes. Beside the fits it has the
+rates of matmuls, attention and memory, each with its latency, found from large
+and small ones; the time that the host needs for a call of a layer; and how much
+of a collective a layer's matmul hides. They are measured last, on a GPU that is
+kept busy, for one that rests between measurements is faster than in training.
 """
 
 COMM_EXAMPLES = """\

@@ -6,7 +6,8 @@ DESCRIPTION = """\
 Predicts, for a Transformer and every way to split it over some GPUs (tensor,
 data and pipeline parallelism), the memory a GPU needs, what it sends, and the
 time of a training step, from what was measured of the machine: the latency and
-bandwidth of collectives, and the speed of matmuls, attention and memory.
+bandwidth of collectives, the speed of matmuls, attention and memory, and the
+host's time a call.
 
 These come from a file that `tpfused bench comm --json FILE` wrote (on another
 machine, perhaps: nothing is run then), from options, or from a short run here.
@@ -26,13 +27,22 @@ examples:
       --style gpt --sequence 2048 --from comm.json --json plan.json
                                            a model of your own
   tpfused plan --check --model llama3-8b   is it right? Runs a block, too
+  tpfused plan --check --model llama3-8b --layers 8 --sequence 2048
+                                           eight of them, of few tokens
+  tpfused plan --check --cpu --hidden 256 --ffn 1024 --layers 1 --heads 8 \\
+      --vocab 1000 --sequence 128 --dtype fp32
+                                           a try, in two processes on a CPU
 
 What the columns say:
   step ms     micro-batches, one after the other, and the pipeline's bubble; then
               data-parallel communication that backward does not hide, and AdamW
   exposed ms  communication in it that nothing hides. Of a matmul and the
-              collective that overlaps it, the longer counts; --no-overlap adds
-              both, as torch's own operations do one after the other
+              collective that overlaps it, the longer counts, and of the shorter
+              what was measured not to be hidden; --no-overlap adds both, as
+              torch's own operations do one after the other
+  waits for its host
+              launching the kernels takes longer than running them: the step is
+              as long as that. A CUDA graph needs none of it
   bubble      (pp - 1) / micro-batches, the time a pipeline idles
   GiB         weights, gradients, AdamW's state and activations, of the GPU with
               most. What needs more than 90 % of a GPU's memory does not fit
@@ -45,18 +55,27 @@ What the columns say:
               sequence parallelism
 Formulas and their sources: the docstrings of tpfused/planning.
 
-Not counted: the time of the host (small models wait for it), input, and what
-several hosts between them have less of than one, unless it was measured. Data
-parallelism is DDP's: parameters, gradients and AdamW's state whole on each.
+Not counted: input, and what several hosts between them have less of than one,
+unless it was measured. Data parallelism is DDP's: parameters, gradients and
+AdamW's state whole on each.
 
---check runs a block, forward and backward, at each tp that the GPUs here allow,
-and compares its time with that predicted from its parts: its own matmuls and
-its attention, measured alone; the bytes of its other kernels over the speed of
-memory; its collectives by the fitted model. It needs a GPU; --cpu tries it with
-a small shape, whose time is mostly Python's.
+--check runs a block (or --layers of them), forward and backward, at each tp
+that the GPUs here allow, as a program does, and shows beside its time two
+predictions, and how far off each is:
+  by rates    what tpfused plan predicts, from the rates that tpfused bench comm
+              would measure here: of matmuls, attention and memory of any size,
+              the host's time a call, the fitted collectives. This is the check:
+              it must be within --tolerance
+  by parts    the block's own matmuls and its attention, each timed alone; its
+              other kernels' bytes over the speed of memory; its collectives by
+              the fitted model; nothing for the host. Where this is right and
+              "by rates" is not, the rates are to blame
+It needs a GPU; --cpu tries it with a small shape, whose time is mostly Python's
+and, as nothing is launched ahead there, longer than predicted.
 
-Exit codes: 0 done; 1 a worker failed or, with --check, a prediction was further
-off than --tolerance; 2 something in the command line is wrong; 130 interrupted.
+Exit codes: 0 done; 1 a worker failed or, with --check, the prediction by rates
+was further off than --tolerance; 2 something in the command line is wrong; 130
+interrupted.
 """
 
 
@@ -98,7 +117,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
     where = parser.add_argument_group("the machine")
-    where.add_argument("--gpus", type=int, metavar="N", help="how many (default: all here)")
+    where.add_argument("--gpus", type=int, metavar="N", help="how many (default: all here; with --cpu, processes: 2)")
     for name in ("tp", "dp", "pp"):
         where.add_argument(f"--{name}", type=int, metavar="N", help=f"only layouts of this {name}")
     where.add_argument("--from", metavar="FILE", help="what tpfused bench comm --json wrote")
@@ -112,8 +131,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     check = parser.add_argument_group("check and output")
     check.add_argument("--check", action="store_true", help="run blocks, and compare")
-    check.add_argument("--tolerance", type=float, default=15.0, metavar="X", help="per cent (default: 15)")
-    check.add_argument("--rounds", type=int, metavar="N", help="of the measurements (default: 11)")
+    check.add_argument("--tolerance", type=float, default=15.0, metavar="X", help="per cent, by rates (default: 15)")
+    check.add_argument("--rounds", type=int, metavar="N", help="of the measurements (default: 11; with --check 21)")
     check.add_argument("--json", metavar="FILE", help="write every number")
 
 

@@ -38,6 +38,11 @@ class Setting:
     kernels: bool = False
 
     @property
+    def overlaps(self) -> bool:
+        """Whether there is a collective to overlap, and it is."""
+        return self.overlap and self.tp > 1
+
+    @property
     def rows(self) -> int:
         """All tokens."""
         return self.tokens * self.batch
@@ -97,11 +102,13 @@ def column(k: int, n: int, bias: bool, setting: Setting) -> Both:
 
 
 def row(k: int, n: int, bias: bool, setting: Setting) -> Both:
-    """A row-parallel matmul and its collectives; the bias is added afterwards."""
+    """A row-parallel matmul and its collectives; the bias is added afterwards, but for an overlapped operation, which
+    has it in the sum of the ranks' parts.
+    """
     m = setting.rows
     forward, dgrad, wgrad = (Matmul(kind, m, k, n) for kind in ("forward", "dgrad", "wgrad"))
     size, own = m * n * setting.bytes, setting.own_rows * n * setting.bytes
-    added = [Pass("bias", CONTIGUOUS, 2 * own)] if bias else []
+    added = [Pass("bias", CONTIGUOUS, 2 * own)] if bias and not setting.overlaps else []
     sums = [Pass("bias", CONTIGUOUS, own)] if bias else []
     if setting.tp == 1:
         return Both((forward, *added), (dgrad, wgrad, *sums))
@@ -123,9 +130,12 @@ def norm(shape: Shape, setting: Setting) -> Both:
 
 
 def residual(shape: Shape, setting: Setting) -> Both:
-    """A sum, and the sum of the two branches' gradients."""
+    """A sum, and the sum of the two branches' gradients. An overlapped reduce-scatter takes the residual into the sum
+    of the ranks' parts (``matmul_reduce_scatter(residual=)``), which it writes in any case: forward has no pass then.
+    """
     added = Pass("residual", CONTIGUOUS, 3 * setting.own_rows * shape.hidden * setting.bytes)
-    return Both((added,), (added,))
+    joined = setting.overlaps and setting.sequence_parallel
+    return Both(() if joined else (added,), (added,))
 
 
 def shared_heads(shape: Shape, setting: Setting) -> Both:

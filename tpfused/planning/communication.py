@@ -73,7 +73,19 @@ class Fit:
 
 
 def fit(op: str, group: str, ranks: int, points: Sequence[tuple[float, float]]) -> Fit:
-    """The model of these (size, microseconds) by relative least squares: the smallest sum of
+    """The model of these (size, microseconds), as `line` finds it.
+
+    Raises:
+        ValueError: as `line`.
+    """
+    alpha, beta = line(op, points)
+    errors = [(alpha + size * beta) / us - 1 for size, us in points]
+    rms = math.sqrt(sum(error * error for error in errors) / len(errors))
+    return Fit(op, group, ranks, alpha, beta, rms, max(map(abs, errors)), len(points))
+
+
+def line(what: str, points: Sequence[tuple[float, float]]) -> tuple[float, float]:
+    """Alpha and beta of ``us = alpha + size * beta`` by relative least squares: the smallest sum of
     ``((alpha + size * beta - us) / us) ** 2`` for which neither is negative. In absolute squares only the largest sizes
     would count, whose times are a hundred times those of the smallest.
 
@@ -81,13 +93,10 @@ def fit(op: str, group: str, ranks: int, points: Sequence[tuple[float, float]]) 
         ValueError: fewer than two sizes, or a time that is not positive.
     """
     if len({size for size, _ in points}) < 2:
-        raise ValueError(f"{op}: a fit needs two sizes or more, not {len({size for size, _ in points})}")
+        raise ValueError(f"{what}: a fit needs two sizes or more, not {len({size for size, _ in points})}")
     if any(us <= 0 for _, us in points):
-        raise ValueError(f"{op}: times must be positive")
-    alpha, beta = _solve([(1 / us, size / us) for size, us in points])
-    errors = [(alpha + size * beta) / us - 1 for size, us in points]
-    rms = math.sqrt(sum(error * error for error in errors) / len(errors))
-    return Fit(op, group, ranks, alpha, beta, rms, max(map(abs, errors)), len(points))
+        raise ValueError(f"{what}: times must be positive")
+    return _solve([(1 / us, size / us) for size, us in points])
 
 
 def _solve(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:

@@ -27,11 +27,13 @@ CPU_NUMBERS = 2**25  # in the weights and the features of what --check runs on a
 
 @dataclass(frozen=True)
 class Machine:
-    """Its rates, the memory of a GPU, and where these numbers come from."""
+    """Its rates, the memory of a GPU, and where these numbers come from. `cpu`: it has none, and its ranks are
+    processes."""
 
     rates: Rates
     memory_bytes: float
     source: str
+    cpu: bool = False
 
 
 def check_options(options: Mapping[str, Any]) -> None:
@@ -149,7 +151,7 @@ def overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
         rates = replace(rates, fits=tuple(fits))
     if options["memory_gib"] is not None:
         memory = options["memory_gib"] * 2**30
-    return Machine(rates, memory, machine.source)
+    return replace(machine, rates=rates, memory_bytes=memory)
 
 
 def _from_file(path: str, dtype: str) -> Machine:
@@ -168,4 +170,4 @@ def _from_file(path: str, dtype: str) -> Machine:
         ) from error
     if measured != dtype:
         raise UserError(f"--from {path} was measured in {measured}, and --dtype is {dtype}")
-    return Machine(rates, memory, source)
+    return Machine(rates, memory, source, meta.get("device") == "cpu")

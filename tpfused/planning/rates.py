@@ -8,19 +8,34 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from tpfused.planning.communication import Fit, nearest
-from tpfused.planning.work import CONTIGUOUS, JOINED, STRIDED, Attention, Collective, Matmul, Pass
+from tpfused.planning.work import CONTIGUOUS, JOINED, STRIDED, Attention, Collective, Matmul, Pair, Pass, Work
+
+# Of `Rates.latency_us`, and of `Rates.host_us`.
+MATMUL, ATTENTION, ATTENTION_BACKWARD, MEMORY = LATENCIES = ("matmul", "attention", "attention_backward", "memory")
+PARALLEL_MATMUL, OTHER = "parallel_matmul", "other"
+CALLS = (MATMUL, PARALLEL_MATMUL, OTHER)
 
 
 @dataclass(frozen=True)
 class Rates:
     """What was measured, each kind of work alone.
 
+    A kernel takes a latency and then its size over a rate, ``t = t0 + size / r``: Hockney's model of a vector pipeline
+    (Hockney and Jesshope, 1981, "Parallel Computers": r_infinity and n_1/2), and of messages (`Fit`). The size of a
+    matmul and of attention are FLOPs, that of a pass bytes. So a tensor-parallel rank's narrower matmuls run at a lower
+    rate than whole ones.
+
     Attributes:
-        matmul_tflops, attention_tflops, attention_backward_tflops: of large ones.
-        memory_gbps: of contiguous passes, bytes read and written together.
+        matmul_tflops, attention_tflops, attention_backward_tflops: of large ones, 1e12 FLOPs a second.
+        memory_gbps: of contiguous passes, bytes read and written together, 1e9 a second.
         pass_rates: of the other kinds of passes, 1e9 elements a second.
         fits: of collectives.
         measured: microseconds of matmuls and attentions whose own shapes were measured; others go by the rates.
+        latency_us: of each of `LATENCIES`, microseconds; 0 for what is not there.
+        host_us: microseconds that the host needs for a call, forward and backward on average, by `CALLS`: a layer's
+            matmul on one rank; on several, its collective included; anything else. 0 for what is not there.
+        hidden: of the shorter one of a matmul and the collective that runs beside it, the share that the longer one
+            hides. Less than 1 where they slow each other down; not known, it is taken to be 1.
     """
 
     matmul_tflops: float
@@ -30,6 +45,9 @@ class Rates:
     pass_rates: Mapping[str, float]
     fits: tuple[Fit, ...] = ()
     measured: Mapping[Matmul | Attention, float] = field(default_factory=dict)
+    latency_us: Mapping[str, float] = field(default_factory=dict)
+    host_us: Mapping[str, float] = field(default_factory=dict)
+    hidden: float | None = None
 
     def us(self, work: Matmul | Attention | Pass | Collective, ranks: int = 1, group: str = "tp") -> float:
         """Microseconds of `work`; a collective's on groups of `ranks` of this kind, 0 on one."""
@@ -38,23 +56,39 @@ class Rates:
                 return 0.0
             return nearest(self.fits, work.op, ranks, group).us(work.bytes, ranks)
         if isinstance(work, Pass):
-            moving = work.bytes / self.memory_gbps / 1e3
+            moving = self.latency_us.get(MEMORY, 0.0) + work.bytes / self.memory_gbps / 1e3
             return moving if work.kind == CONTIGUOUS else max(moving, work.elements / self.pass_rates[work.kind] / 1e3)
         if work in self.measured:
             return self.measured[work]
-        rate = self.matmul_tflops
-        if isinstance(work, Attention):
-            rate = self.attention_backward_tflops if work.backward else self.attention_tflops
-        return work.flops / rate / 1e6
+        kind, rate = MATMUL, self.matmul_tflops
+        if isinstance(work, Attention) and work.backward:
+            kind, rate = ATTENTION_BACKWARD, self.attention_backward_tflops
+        elif isinstance(work, Attention):
+            kind, rate = ATTENTION, self.attention_tflops
+        return self.latency_us.get(kind, 0.0) + work.flops / rate / 1e6
+
+    def host(self, work: Work, ranks: int) -> float:
+        """Microseconds that the host needs to launch `work` on one of so many ranks."""
+        if not isinstance(work, Matmul | Pair):
+            return self.host_us.get(OTHER, 0.0)
+        return self.host_us.get(PARALLEL_MATMUL if ranks > 1 else MATMUL, 0.0)
+
+    def unknown(self) -> list[str]:
+        """What was not measured, and counts as nothing: of files of an earlier version, or where only numbers were
+        given."""
+        told = {"the latency of kernels": self.latency_us, "the host's time a call": self.host_us}
+        missing = [what for what, known in told.items() if not known]
+        return missing + ["how much of a collective a matmul hides"] * (self.hidden is None and bool(self.fits))
 
     def as_dict(self) -> dict[str, Any]:
         """For JSON; without `measured`."""
         known = {name: getattr(self, name) for name in NAMES} | {"pass_rates": dict(self.pass_rates)}
+        known |= {"latency_us": dict(self.latency_us), "host_us": dict(self.host_us), "hidden": self.hidden}
         return known | {"fits": [asdict(each) for each in self.fits]}
 
     @classmethod
     def from_dict(cls, known: Mapping[str, Any]) -> Rates:
-        """What `as_dict` gave.
+        """What `as_dict` gave, or gave before there were `latency_us`, `host_us` and `hidden`.
 
         Raises:
             ValueError: it is something else.
@@ -63,12 +97,21 @@ class Rates:
             fits = tuple(Fit(**each) for each in known["fits"])
             passes = {kind: float(known["pass_rates"][kind]) for kind in (STRIDED, JOINED)}
             rates = {name: float(known[name]) for name in NAMES}
+            latencies, calls = (
+                {kind: float(known[name][kind]) for kind in kinds if kind in known.get(name, {})}
+                for name, kinds in (("latency_us", LATENCIES), ("host_us", CALLS))
+            )
+            hidden = None if known.get("hidden") is None else float(known["hidden"])
             odd = [fit for fit in fits if not (fit.ranks > 1 and fit.alpha_us >= 0 and 0 <= fit.us_per_byte < math.inf)]
-        except (KeyError, TypeError, ValueError) as error:
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(f"no rates of a machine: {type(error).__name__}: {error}") from error
         if odd or not all(0 < rate < math.inf for rate in [*rates.values(), *passes.values()]):
             raise ValueError(f"no rates of a machine: all must be positive, not {odd[0] if odd else rates | passes}")
-        return cls(**rates, pass_rates=passes, fits=fits)
+        if not all(0 <= us < math.inf for us in [*latencies.values(), *calls.values()]):
+            raise ValueError(f"no rates of a machine: no time is below 0 or endless, as in {latencies | calls}")
+        if hidden is not None and not 0 <= hidden <= 1:
+            raise ValueError(f"no rates of a machine: a share is from 0 to 1, and hidden is {hidden:g}")
+        return cls(**rates, pass_rates=passes, fits=fits, latency_us=latencies, host_us=calls, hidden=hidden)
 
 
 NAMES = ("matmul_tflops", "attention_tflops", "attention_backward_tflops", "memory_gbps")

@@ -7,17 +7,20 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpfused.planning.layouts import Plan
+from tpfused.planning.rates import ATTENTION, ATTENTION_BACKWARD, MATMUL, Rates
 from tpfused.planning.time import Time
 
 GIB = 2**30
 DEGREES = ("tp", "dp", "pp")
-TIMES = (*DEGREES, "step ms", "tokens/s/GPU", "exposed ms", "bubble", "GiB", "recompute", "")
+TIMES = (*DEGREES, "step ms", "tokens/s each", "exposed ms", "bubble", "GiB", "recompute", "")
 # Three tables, for one would be wider than most terminals.
 PARTS = (*DEGREES, "weights", "gradients", "AdamW", "activations", "tp sent", "dp sent", "pp sent")
-CHECKED = (
-    "tp", "predicted ms", "measured ms", "error", "matmul", "attention", "elementwise", "collectives", "hidden", "ran",
-)  # fmt: skip
-WORDS = {"recompute", "", "ran"}
+# Of --check: the plan's own prediction, which counts, and another that shows where an error comes from.
+PREDICTIONS = {"by_rates": "by rates", "by_parts": "by parts"}
+CHECKED = ("tp", "measured ms", "IQR", "by rates ms", "error", "by parts ms", "error", "ran")
+PART_NAMES = ("matmul", "attention", "elementwise", "communication", "hidden", "host")
+CHECKED_PARTS = ("tp", "how", "matmul", "attention", "elementwise", "collectives", "hidden", "host")
+WORDS = {"recompute", "", "ran", "how"}
 
 
 @dataclass(frozen=True)
@@ -40,19 +43,47 @@ class Entry:
         return self.plan.as_dict() | known
 
 
-def show_plans(console, title: str, entries: Sequence[Entry], tokens: int, gpus: int) -> None:
+def counted(gpus: int, cpu: bool = False) -> str:
+    """4 -> "4 GPUs"; of a CPU "4 ranks"."""
+    return f"{gpus} {'rank' if cpu else 'GPU'}{'s' * (gpus > 1)}"
+
+
+def tell_rates(rates: Rates) -> str:
+    """All but the collectives', in a line."""
+
+    def flops(kind: str, rate: float) -> str:
+        latency = rates.latency_us.get(kind)
+        return f"{rate:,.3g} TFLOP/s" + (f" and {latency:,.1f} us" if latency else "")
+
+    backward = flops(ATTENTION_BACKWARD, rates.attention_backward_tflops)
+    passes = " and ".join(f"{rate:,.3g} ({kind})" for kind, rate in rates.pass_rates.items())
+    told = [
+        f"matmul {flops(MATMUL, rates.matmul_tflops)}",
+        f"attention {flops(ATTENTION, rates.attention_tflops)}, backward {backward}",
+        f"memory {rates.memory_gbps:,.3g} GB/s",
+        f"passes {passes} billion elements a second",
+    ]
+    if rates.hidden is not None:
+        told.append(f"{rates.hidden:.0%} hidden of a collective beside a matmul")
+    if rates.host_us:
+        told.append("host " + ", ".join(f"{us:,.0f} us ({kind})" for kind, us in rates.host_us.items()))
+    return ", ".join(told).replace("parallel_matmul", "matmul on several ranks").replace("(other)", "(any other call)")
+
+
+def show_plans(console, title: str, entries: Sequence[Entry], tokens: int, gpus: int, cpu: bool = False) -> None:
     """`tokens` of a step."""
+    each = "rank" if cpu else "GPU"
     names = tuple(entries[0].activations)
     for heading, columns, lines in (
-        (title, TIMES, [_times(each, tokens / gpus) for each in entries]),
-        ("GiB a GPU, held and sent in a step", PARTS, [_parts(each.plan) for each in entries]),
+        (title, TIMES, [_times(entry, tokens / gpus) for entry in entries]),
+        (f"GiB a {each}, held and sent in a step", PARTS, [_parts(entry.plan) for entry in entries]),
         (
-            "GiB of activations a GPU, by what is done about them",
+            f"GiB of activations a {each}, by what is done about them",
             (*DEGREES, *names),
-            [_activations(each) for each in entries],
+            [_activations(entry) for entry in entries],
         ),
     ):
-        styles = [None if each.fits else "dim" for each in entries]
+        styles = [None if entry.fits else "dim" for entry in entries]
         console.grid(heading, columns, [list(zip(lines, styles, strict=True))], set(columns) - WORDS)
 
 
@@ -66,7 +97,7 @@ def _times(entry: Entry, tokens: float) -> list[str]:
         f"{plan.bubble:.0%}" if plan.bubble else "",
         f"{plan.memory.total / GIB:,.1f}",
         "yes" if entry.recomputed else "",
-        "" if entry.fits else "does not fit",
+        ", ".join(["does not fit"] * (not entry.fits) + ["waits for its host"] * (plan.work.host > plan.work.device)),
     ]
 
 
@@ -85,34 +116,46 @@ def _degrees(plan: Plan) -> list[str]:
     return [str(getattr(plan.layout, name)) for name in DEGREES]
 
 
-def checked_row(tp: int, predicted: Time, measured_us: float, overlapped: bool) -> dict[str, Any]:
-    """One degree of --check; the error is relative to what was measured."""
-    parts = {name: round(us, 1) for name, us in vars(predicted).items()}
-    error = predicted.total / measured_us - 1
+def checked_row(
+    tp: int, by_rates: Time, by_parts: Time, measured_us: float, iqr_us: float, overlapped: bool
+) -> dict[str, Any]:
+    """One degree of --check: both predictions, each with its parts and its error relative to what was measured."""
+
+    def prediction(time: Time) -> dict[str, Any]:
+        parts = {name: round(us, 1) for name, us in vars(time).items()}
+        error = round(time.total / measured_us - 1, 4)
+        return {"predicted_us": round(time.total, 1), "error": error, "parts_us": parts}
+
     return {
         "tp": tp,
-        "predicted_us": round(predicted.total, 1),
         "measured_us": round(measured_us, 1),
-        "error": round(error, 4),
-        "parts_us": parts,
+        "measured_us_iqr": round(iqr_us, 1),
+        "by_rates": prediction(by_rates),
+        "by_parts": prediction(by_parts),
         "overlapped": overlapped,
     }
 
 
 def show_checked(console, title: str, rows: Sequence[Mapping[str, Any]], tolerance: float) -> None:
-    lines = [(_checked_line(row), "red" if abs(row["error"]) * 100 > tolerance else None) for row in rows]
+    lines = [(_checked_line(row), "red" if is_off(row, tolerance) else None) for row in rows]
     console.grid(title, CHECKED, [lines], set(CHECKED) - WORDS)
+    parts = [([str(row["tp"]), how, *_parts_of(row[key])], None) for row in rows for key, how in PREDICTIONS.items()]
+    console.grid("what they are made of, ms", CHECKED_PARTS, [parts], set(CHECKED_PARTS) - WORDS)
+
+
+def is_off(row: Mapping[str, Any], tolerance: float) -> bool:
+    """Whether the prediction by rates, the plan's, is further off than so many per cent."""
+    return abs(row["by_rates"]["error"]) * 100 > tolerance
 
 
 def _checked_line(row: Mapping[str, Any]) -> list[str]:
-    names = ("matmul", "attention", "elementwise", "communication", "hidden")
-    parts = [f"{row['parts_us'][name] / 1e3:,.2f}" if row["parts_us"][name] else "" for name in names]
-    error, ran = f"{row['error']:+.1%}", "overlapped" if row["overlapped"] else "one after the other"
-    return [
-        str(row["tp"]),
-        f"{row['predicted_us'] / 1e3:,.2f}",
-        f"{row['measured_us'] / 1e3:,.2f}",
-        error,
-        *parts,
-        ran if row["tp"] > 1 else "",
-    ]
+    ran = "overlapped" if row["overlapped"] else "one after the other"
+    cells = [str(row["tp"]), *(f"{row[name] / 1e3:,.2f}" for name in ("measured_us", "measured_us_iqr"))]
+    for key in PREDICTIONS:
+        cells += [f"{row[key]['predicted_us'] / 1e3:,.2f}", f"{row[key]['error']:+.1%}"]
+    return [*cells, ran if row["tp"] > 1 else ""]
+
+
+def _parts_of(prediction: Mapping[str, Any]) -> list[str]:
+    parts = prediction["parts_us"]
+    return [f"{parts[name] / 1e3:,.2f}" if parts[name] else "" for name in PART_NAMES]

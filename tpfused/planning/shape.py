@@ -40,6 +40,9 @@ class Shape:
             if getattr(self, over) % getattr(self, under):
                 raise ValueError(f"{over} {getattr(self, over)} is no multiple of {under} {getattr(self, under)}")
 
+        if self.rotary and self.head_dim % 2:
+            raise ValueError(f"rotary positions need an even head_dim, not {self.head_dim}")
+
     @property
     def gated(self) -> bool:
         return self.style == "llama"

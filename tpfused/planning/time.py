@@ -1,8 +1,13 @@
 """How long a block, a pipeline stage and a training step take. No torch.
 
 Kinds of work that a GPU does one after the other add up. Of a matmul and a collective that `tpfused.overlap` runs
-beside each other (`Pair`) the longer counts, ``max(matmul, collective)``; on the plain path their sum. What the host
-needs to launch is not counted: small models wait for it.
+beside each other (`Pair`) the longer counts, and that part of the shorter that the longer does not hide: ``matmul +
+collective - hidden * min(matmul, collective)``. The `hidden` of `Rates` is 1 where they do not slow each other down,
+which makes this ``max(matmul, collective)``; on the plain path it is 0.
+
+The host launches a step's kernels ahead of the GPU (PyTorch's notes, "CUDA semantics", "Asynchronous execution"), which
+waits where launching all of them takes longer than running them: ``max(GPU, calls * time a call)``, the slower stage of
+a pipeline. Each piece of `Work` is a call of an eager program; CUDA graphs do away with the host's part.
 """
 
 from __future__ import annotations
@@ -17,21 +22,29 @@ from tpfused.planning.work import CONTIGUOUS, Attention, Collective, Pair, Pass,
 
 @dataclass(frozen=True)
 class Time:
-    """Microseconds of each kind of work; `hidden` is the part of `communication` that matmuls hide."""
+    """Microseconds of each kind of work; `hidden` is what the longer ones of matmuls and their collectives hide of the
+    shorter ones, `host` what the host needs to launch all of it, beside the GPU's work.
+    """
 
     matmul: float = 0.0
     attention: float = 0.0
     elementwise: float = 0.0
     communication: float = 0.0
     hidden: float = 0.0
+    host: float = 0.0
 
     @property
     def exposed(self) -> float:
         return self.communication - self.hidden
 
     @property
-    def total(self) -> float:
+    def device(self) -> float:
+        """Of the GPU, if it never waits for its host."""
         return self.matmul + self.attention + self.elementwise + self.exposed
+
+    @property
+    def total(self) -> float:
+        return max(self.device, self.host)
 
     def __add__(self, other: Time) -> Time:
         return Time(*(getattr(self, name) + getattr(other, name) for name in FIELDS))
@@ -46,12 +59,14 @@ FIELDS = tuple(Time.__dataclass_fields__)
 def time_of(works: Iterable[Work], rates: Rates, tp: int, overlap: bool) -> Time:
     """Of one rank of `tp`."""
     spent = dict.fromkeys(FIELDS, 0.0)
+    share = (1.0 if rates.hidden is None else rates.hidden) if overlap else 0.0
     for work in works:
+        spent["host"] += rates.host(work, tp)
         if isinstance(work, Pair):
             matmul, collective = rates.us(work.matmul), rates.us(work.collective, tp)
             spent["matmul"] += matmul
             spent["communication"] += collective
-            spent["hidden"] += min(matmul, collective) if overlap else 0.0
+            spent["hidden"] += share * min(matmul, collective)
         elif isinstance(work, Collective):
             spent["communication"] += rates.us(work, tp)
         else:

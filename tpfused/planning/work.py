@@ -70,7 +70,7 @@ class Pass:
 
     @property
     def label(self) -> str:
-        return f"{self.name}, {self.kind}"
+        return f"{self.name}, {self.kind}, {self.bytes:,.0f} bytes"
 
 
 @dataclass(frozen=True)
@@ -79,6 +79,10 @@ class Collective:
 
     op: str
     bytes: float
+
+    @property
+    def label(self) -> str:
+        return f"{self.op} {self.bytes:,.0f} bytes"
 
 
 @dataclass(frozen=True)

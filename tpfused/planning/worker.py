@@ -1,4 +1,4 @@
-"""One rank of `tpfused plan --check`: whole blocks, and each alone the parts that their time is predicted from."""
+"""One rank of `tpfused plan --check`: the rates that a plan is made of, whole blocks, and their parts alone."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ import torch
 import torch.distributed as dist
 
 from tpfused.bench.comm.cases import blocks
+from tpfused.bench.comm.programs import overlaps
 from tpfused.bench.comm.rates import calls_of, pass_calls, time_calls
-from tpfused.bench.comm.worker import measure_all
+from tpfused.bench.comm.worker import measure_all, report_rates
+from tpfused.bench.measure import median_and_iqr
 from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import join, together
+from tpfused.cli.errors import UserError
 from tpfused.layers.transformer import ParallelTransformerBlock, TransformerConfig
-from tpfused.overlap.choice import made
 from tpfused.planning.block import Setting, block
 from tpfused.planning.shape import Shape
 from tpfused.planning.work import Attention, Matmul, Pair
@@ -27,11 +29,16 @@ BLOCKS = "blocks"  # no piece of work
 
 
 def check(argument: dict[str, Any], worker: Worker) -> None:
-    """For each of ``argument["settings"]``, which differ in tp, the first rank emits "rows" of the collectives on such
-    groups, as `tpfused bench comm` has them, and "checked": microseconds of the blocks and of their parts, taken in
-    turn, and whether the blocks overlapped their collectives.
+    """The first rank emits the "rates" of `tpfused bench comm`, with layers split over the largest groups. Then, for
+    each of ``argument["settings"]``, which differ in tp, "rows" of the collectives on such groups, as that has them,
+    and "checked": microseconds of the blocks, as a program waits for them, and of their parts, taken in turn, the
+    blocks' interquartile range, and whether they overlapped their collectives.
     """
     device, dtype = join(argument["device"], worker), DTYPES[argument["dtype"]]
+    torch.manual_seed(argument["seed"])
+    largest = max(setting.tp for setting in argument["settings"])
+    split = {"tp": blocks(worker.world, largest)} if largest > 1 else {}
+    report_rates(argument | {"groups": split}, worker, device, dtype)
     for setting in argument["settings"]:
         torch.manual_seed(argument["seed"])  # the same on all ranks, which hold shards of one weight
         groups = blocks(worker.world, setting.tp)
@@ -42,11 +49,12 @@ def check(argument: dict[str, Any], worker: Worker) -> None:
         group = dist.new_subgroups_by_enumeration(groups)[0]
         calls, error = together(partial(_calls, argument, setting, group, device, dtype))
         if calls is None:
-            raise RuntimeError(f"a block at tp {setting.tp}: {error}")
-        us = time_calls(calls, argument["rounds"], device)
-        overlapped = any(choice.tier != "reference" for choice in made() if choice.ranks == setting.tp)
+            raise UserError(f"a block at tp {setting.tp}: {error}")
+        samples = time_calls(calls, argument["rounds"], device, dtype, waiting={BLOCKS})
+        us = {part: median_and_iqr(sampled.us)[0] for part, sampled in samples.items()}
         if worker.rank == 0:
-            worker.emit("checked", (setting, us, overlapped))
+            iqr = median_and_iqr(samples[BLOCKS].us)[1]
+            worker.emit("checked", (setting, us, iqr, setting.tp > 1 and overlaps(setting.tp)))
         del calls
         gc.collect()
     dist.destroy_process_group()

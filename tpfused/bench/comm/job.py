@@ -28,6 +28,7 @@ from tpfused.bench.runner import DTYPES
 from tpfused.cli.errors import UserError
 from tpfused.planning.communication import OPERATIONS, Fit, fit
 from tpfused.planning.rates import Rates
+from tpfused.planning.report import tell_rates
 from tpfused.workers import Worker, torchrun_worker
 
 ROUNDS, QUICK_ROUNDS = 21, 5
@@ -113,6 +114,12 @@ def fits_of(rows: Sequence[Row]) -> list[Fit]:
     return [fit(*key, measured) for key, measured in points.items() if len(measured) > 1]
 
 
+def rates_of(measured: Mapping[str, Any], fits: Sequence[Fit]) -> tuple[Rates, dict[str, Any]]:
+    """Of what `measure_rates` gave: the rates, and the facts beside them."""
+    facts = {name: measured[name] for name in ("memory_bytes", "measured_us")}
+    return Rates(**{name: value for name, value in measured.items() if name not in facts}, fits=tuple(fits)), facts
+
+
 def put_beside(fits: Sequence[Fit], rows: Sequence[Row]) -> None:
     """What the fits say, into the rows."""
     known = {(each.op, each.group, each.ranks): each for each in fits}
@@ -139,13 +146,13 @@ def _measure(argument: dict[str, Any], ranks: Grid, worker: Worker | None, optio
     card = torch.cuda.get_device_name() if argument["device"] == "cuda" else "CPU"
     meta = describe_run(card, ranks.world, options, argument["rounds"], argument["seed"])
     meta |= {"device": argument["device"], "settings": settings(), "complete": False, "grid": asdict(ranks)}
-    meta |= {"dtype": argument["dtype"], "fits": [], "rates": None, "memory_bytes": None}
+    meta |= {"dtype": argument["dtype"], "fits": [], "rates": None, "memory_bytes": None, "measured_us": None}
     chosen: list[Case] = argument["cases"]
     operations = dict.fromkeys(case.op for case in chosen)
     console.say(f"{ranks.world} x {card}: {len(chosen)} cases, {argument['rounds']} rounds each")
     rows: list[Row] = []
     fits: list[Fit] = []
-    with console.progress(len(operations)) as progress:
+    with console.progress(len(operations) + 1) as progress:  # and the rates
 
         def on_event(name: str, payload: Any) -> None:
             if name == "start":
@@ -162,8 +169,9 @@ def _measure(argument: dict[str, Any], ranks: Grid, worker: Worker | None, optio
                 )
                 write(options, meta, rows)
             else:
-                meta["memory_bytes"] = payload.pop("memory_bytes")
-                meta["rates"] = Rates(**payload, fits=tuple(fits)).as_dict()
+                rates, facts = rates_of(payload, fits)
+                meta.update(facts, rates=rates.as_dict())
+                progress.done([], tell_rates(rates))
 
         code = run_on_ranks("bench comm", run, argument, worker, ranks.world, on_event)
 

@@ -16,6 +16,7 @@ from tpfused.bench.measure import Timed, median_and_iqr
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
+from tpfused.cli.errors import UserError
 from tpfused.planning.communication import bandwidths
 from tpfused.workers import Worker
 
@@ -32,10 +33,19 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
     dtype = DTYPES[argument["dtype"]]
     torch.manual_seed(argument["seed"])
     measure_all(argument, worker, device, dtype)
-    rates = measure_rates(device, dtype, argument["rounds"])
+    report_rates(argument, worker, device, dtype)
+    dist.destroy_process_group()
+
+
+def report_rates(argument: dict[str, Any], worker: Worker, device: torch.device, dtype: torch.dtype) -> None:
+    """The first rank emits the "rates", of layers split over the first kind of group (of "tp" and "dp": tp)."""
+    if worker.rank == 0:
+        worker.emit("start", "rates")
+    groups = next(iter(argument["groups"].values()), None)
+    group = None if groups is None else dist.new_subgroups_by_enumeration(groups)[0]
+    rates = measure_rates(device, dtype, argument["rounds"], group)
     if worker.rank == 0:
         worker.emit("rates", rates)
-    dist.destroy_process_group()
 
 
 def measure_all(argument: dict[str, Any], worker: Worker, device: torch.device, dtype: torch.dtype) -> None:
@@ -46,7 +56,7 @@ def measure_all(argument: dict[str, Any], worker: Worker, device: torch.device, 
     largest = max(case.size for case in cases)
     members, error = together(partial(join_groups, argument["groups"], largest, dtype, device))
     if members is None:
-        raise RuntimeError(f"two buffers of {told(largest)} a rank: {error}")
+        raise UserError(f"two buffers of {told(largest)} a rank: {error}")
     for op in dict.fromkeys(case.op for case in cases):
         if worker.rank == 0:
             worker.emit("start", op)
