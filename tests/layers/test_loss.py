@@ -91,7 +91,7 @@ def check_dense(ctx, tp, seed, backend):
     for vocabulary in VOCABULARIES:
         for shape in ((6,), (2, 3)):
             logits, target = draw(block, vocabulary, shape)
-            for reduction in ("mean", "sum", "none"):
+            for reduction in ("mean", "sum", "none") if vocabulary < 1000 else ("mean",):  # which takes long here
                 case(logits, target, reduction=reduction)
     for options in (
         {"label_smoothing": 0.1},
