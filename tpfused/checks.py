@@ -25,6 +25,13 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend must be None or 'reference', not {backend!r}")
 
 
+def check_dropout(dropout: float, what: str) -> None:
+    if not isinstance(dropout, int | float):
+        raise TypeError(f"{what} must be a number, not {dropout!r}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{what} must be in [0, 1), not {dropout}")
+
+
 def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
     """`x` is ``[..., features]``, on the weight's device and of its dtype (any of 16 or 32 bits under autocast)."""
     if not isinstance(x, Tensor):

@@ -80,8 +80,7 @@ class ParallelAttention(nn.Module):
         check_heads(hidden_size, num_heads, num_kv_heads, head_dim, self.group.size, rope_theta is not None)
         if sequence_dim not in (0, 1):
             raise ValueError(f"sequence_dim must be 0 or 1 for attention, not {sequence_dim}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), not {dropout}")
+        checks.check_dropout(dropout, "dropout")
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

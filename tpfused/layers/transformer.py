@@ -92,6 +92,7 @@ class TransformerConfig:
 
         Raises:
             ValueError: names the numbers.
+            TypeError: sizes that are not integers, probabilities that are not numbers.
         """
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
             check_size(getattr(self, name), name)
@@ -102,8 +103,7 @@ class TransformerConfig:
         checks.check_backend(self.backend)
         check_eps(self.norm_eps, "norm_eps")
         for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+            checks.check_dropout(getattr(self, name), name)
         if self.gated:
             check_gates(self.ffn_size, self.activation, ranks)
         else:
@@ -146,7 +146,7 @@ class ParallelTransformerBlock(nn.Module):
     def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
         super().__init__()
         self.group = resolve_group(group, mesh)
-        config.check(self.group.size)
+        _check_config(config, self.group)
         self.config = config
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
         place["sequence_parallel"] = config.sequence_parallel
@@ -223,6 +223,7 @@ class ParallelTransformer(nn.Module):
         ValueError: sizes that cannot be split over the ranks, more tokens than `max_positions`, ids outside the
         vocabulary; a cache that is full, or made for another config, number of ranks or batch, or used with
         gradients or a mask.
+        TypeError: a config that is no `TransformerConfig`.
     """
 
     generate = generation.generate
@@ -230,7 +231,7 @@ class ParallelTransformer(nn.Module):
     def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
         super().__init__()
         self.group: TPGroup = resolve_group(group, mesh)
-        config.check(self.group.size)
+        _check_config(config, self.group)
         self.config = config
         self.sequence_parallel = config.sequence_parallel
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
@@ -372,6 +373,12 @@ def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, trainin
 
 def _init_method(config: TransformerConfig):
     return nn.init.xavier_uniform_ if config.init == "xavier" else None
+
+
+def _check_config(config: TransformerConfig, group: TPGroup) -> None:
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a tpfused.TransformerConfig, not {type(config).__name__} {config!r}")
+    config.check(group.size)
 
 
 def _check_choice(name: str, value: object, choices: tuple) -> None:
