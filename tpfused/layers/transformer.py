@@ -46,6 +46,7 @@ class TransformerConfig:
         init: "default" (`nn.Linear`'s) or "xavier": Xavier-uniform on each projection's whole shape, zero biases
             (Glorot and Bengio, 2010). Embeddings and positions are normal(0, 1).
         accumulate_main_grad: of every projection and the embedding, as in `ColumnParallelLinear`.
+        save_gathered: under sequence parallelism, of the blocks' column-parallel layers, as in `ColumnParallelLinear`.
         checkpoint_activations: recompute each block in backward instead of keeping its activations.
         backend: of every layer and the loss, as in `ColumnParallelLinear`: "reference" forces the plain path.
     """
@@ -73,6 +74,7 @@ class TransformerConfig:
     sequence_dim: int = 0
     init: str = "default"
     accumulate_main_grad: bool = False
+    save_gathered: bool = False
     checkpoint_activations: bool = False
     backend: str | None = None
 
@@ -152,6 +154,7 @@ class ParallelTransformerBlock(nn.Module):
         place["sequence_parallel"] = config.sequence_parallel
         parallel = {**place, "sequence_dim": config.sequence_dim, "init_method": _init_method(config)}
         parallel |= {"accumulate_main_grad": config.accumulate_main_grad, "backend": config.backend}
+        parallel["save_gathered"] = config.save_gathered
         self.attention_norm = Norm(config.norm, config.hidden_size, config.norm_eps, **place)
         self.attention = ParallelAttention(
             config.hidden_size,
