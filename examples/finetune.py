@@ -28,30 +28,30 @@ if args.batch < 1 or args.batch % (world // args.tp):
     parser.error(f"--batch {args.batch} does not divide by the number of data-parallel ranks, {world // args.tp}")
 if texts.dtype != torch.int64 or texts.ndim != 2 or len(texts) < args.batch:
     parser.error(f"{args.data}: int64 [{args.batch} texts or more, tokens], not {texts.dtype} {list(texts.shape)}")
+if not os.path.isfile(os.path.join(args.folder, "config.json")):
+    parser.error(f"{args.folder}: no folder with a model's config.json")
 os.makedirs(args.out, exist_ok=True)  # before training, lest it fail after
 
 device = "cuda" if torch.cuda.is_available() else "cpu"
 mesh = dist.init_device_mesh(device, (world // args.tp, args.tp), mesh_dim_names=("dp", "tp"))  # joins the group, too
-replica, replicas = mesh["dp"].get_local_rank(), mesh["dp"].size()
-torch.manual_seed(replica)  # the same on the ranks that share a model: they draw the same dropout
+torch.manual_seed(replica := mesh["dp"].get_local_rank())  # for dropout: alike on the ranks that share a model
 
 with torch.device("meta"):
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.folder))
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(args.folder, local_files_only=True))
 tpfused.parallelize(model, mesh["tp"])
-for layer in next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList)):
-    fully_shard(layer, mesh=mesh["dp"])
-fully_shard(model, mesh=mesh["dp"])
+for part in (*next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList)), model):
+    fully_shard(part, mesh=mesh["dp"])
 tpfused.load_sharded(model, args.folder)  # each rank reads its own slices
 
 optimizer = torch.optim.AdamW(model.train().parameters(), lr=args.lr)
 for step, batch in enumerate(texts.split(args.batch)[: len(texts) // args.batch]):
-    ids = batch.chunk(replicas)[replica].to(device)
+    ids = batch.chunk(world // args.tp)[replica].to(device)
     loss = model(ids, labels=ids).loss
     loss.backward()
     tpfused.clip_grad_norm_(model.parameters(), 1.0)
     optimizer.step()
     optimizer.zero_grad()
-    dist.all_reduce(mean := loss.detach() / replicas, group=mesh["dp"].get_group())
+    dist.all_reduce(mean := loss.detach() * args.tp / world, group=mesh["dp"].get_group())
     if dist.get_rank() == 0:
         print(f"step {step}: loss {mean.item():.4f}")
 tpfused.save_sharded(model, args.out)

@@ -25,6 +25,13 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend must be None or 'reference', not {backend!r}")
 
 
+def check_dropout(dropout: float, what: str) -> None:
+    if not isinstance(dropout, int | float):
+        raise TypeError(f"{what} must be a number, not {dropout!r}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"{what} must be in [0, 1), not {dropout}")
+
+
 def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
     """`x` is ``[..., features]``, on the weight's device and of its dtype (any of 16 or 32 bits under autocast)."""
     if not isinstance(x, Tensor):
@@ -42,8 +49,8 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
         raise TypeError(f"{layer}: the input is {x.dtype}, the weight {weight.dtype}")
 
 
-def check_logits(logits: Tensor, vocab_size: int | None, group: TPGroup, operation: str) -> None:
-    """`logits` is ``[..., vocabulary shard]``, floating, and as wide as this rank's part of `vocab_size`, if given."""
+def check_logits(logits: Tensor, vocab_size: int | None, operation: str) -> None:
+    """`logits` is ``[..., vocabulary shard]``, floating; how wide, `tpfused.layers.vocabulary` compares."""
     if not isinstance(logits, Tensor):
         raise TypeError(f"{operation}: logits must be a tensor, not {type(logits).__name__}")
     check_dense(logits, operation, "the logits")
@@ -53,15 +60,6 @@ def check_logits(logits: Tensor, vocab_size: int | None, group: TPGroup, operati
         raise TypeError(f"{operation}: logits must be floating-point of at least 16 bits, not {logits.dtype}")
     if logits.ndim < 1:
         raise ValueError(f"{operation}: logits must have a vocabulary dimension, got a single number")
-    if vocab_size is None:
-        return
-    width, own = logits.shape[-1], shard_size(vocab_size, group.size, group.rank)
-    if width != own:
-        gathered = " (are they gathered?)" if width == vocab_size else ""
-        raise ValueError(
-            f"{operation}: rank {group.rank} of {group.size} owns {own} of a vocabulary of {vocab_size}, but the "
-            f"logits of shape {tuple(logits.shape)} are {width} wide{gathered}"
-        )
 
 
 def check_dense(x: Tensor, layer: str, what: str) -> None:

@@ -12,6 +12,7 @@ from tpfused.collectives import gather_from_group
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.cache import KVCache, with_attributes
 from tpfused.layers.ids import IdCheck
+from tpfused.layers.vocabulary import whole_vocabulary
 from tpfused.parameter import check_size
 from tpfused.sharding import shard_range
 
@@ -97,19 +98,21 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: dist.ProcessGr
 
     Args:
         logits: ``[..., vocabulary shard]``, floating.
-        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says, evenly or not.
+        vocab_size: of the whole vocabulary, split as `tpfused.sharding` says, evenly or not. The ranks compare the
+            widths of their logits when a size is new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says.
         group: the ProcessGroup over which it is split; None: the default one.
 
     Returns:
         int64 ``[...]``, the same on every rank: of equal logits the lowest id.
 
     Raises:
-        ValueError: logits of the wrong width (gathered ones, say), a vocabulary without an id.
+        ValueError: logits of the wrong width on some rank (gathered ones, say), a vocabulary without an id.
         TypeError: logits that are not floating or of 8 bits, a vocab_size that is not an integer.
     """
     group = resolve_group(group)
     check_size(vocab_size, "vocab_size")
-    checks.check_logits(logits, vocab_size, group, "vocab_parallel_argmax")
+    checks.check_logits(logits, vocab_size, "vocab_parallel_argmax")
+    whole_vocabulary(logits, vocab_size, group, "vocab_parallel_argmax")
     start, stop = shard_range(vocab_size, group.size, group.rank)
     if start == stop:
         best = logits.new_full((2, *logits.shape[:-1]), -torch.inf, dtype=torch.float64)

@@ -52,8 +52,10 @@ class ParallelModule(nn.Module):
         It is split along `shard_dim` over `group` (the module's own by default), or whole on each rank for None.
 
         Raises:
-            TypeError: a dtype that is not floating-point of at least 16 bits.
+            TypeError: a dtype that is not a floating-point torch.dtype of at least 16 bits.
         """
+        if dtype is not None and not isinstance(dtype, torch.dtype):
+            raise TypeError(f"{type(self).__name__}: dtype must be a torch.dtype, as torch.bfloat16, not {dtype!r}")
         if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
             raise TypeError(f"{type(self).__name__}: parameters are floating-point of at least 16 bits, not {dtype}")
         group = group or self.group
@@ -169,6 +171,7 @@ class LinearParameters(ParallelModule):
         super().__init__(group, mesh)
         check_size(in_features, "in_features")
         check_size(out_features, "out_features")
+        check_init_method(init_method)
         self.in_features = in_features
         self.out_features = out_features
         self.init_method = init_method
@@ -218,6 +221,14 @@ def new_whole_bias(whole_weight: Tensor, init_method: Callable[[Tensor], object]
 def empty_on(param: nn.Parameter, device: torch.device | str) -> nn.Parameter:
     """An uninitialised parameter like this one, a DTensor or not, on another device (off the meta device, say)."""
     return nn.Parameter(torch.empty_like(param, device=device), requires_grad=param.requires_grad)
+
+
+def check_init_method(init_method: Callable[[Tensor], object] | None) -> None:
+    if init_method is not None and not callable(init_method):
+        raise TypeError(
+            f"init_method must be a function that fills a tensor in place, as torch.nn.init.xavier_uniform_, or None, "
+            f"not {init_method!r}"
+        )
 
 
 def check_size(size: int, what: str) -> None:

@@ -63,6 +63,12 @@ def _fork_philox(rank: int, device: torch.device) -> Iterator[None]:
         generator.set_offset(offset + 4)  # offsets are multiples of 4: one draw of a Philox counter
 
 
+def state_of(device: torch.device) -> bytes:
+    """A digest of all that the device's default generator will draw."""
+    state = torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+    return hashlib.blake2b(bytes(state.tolist()), digest_size=8).digest()
+
+
 def _derive_seed(*parts: int) -> int:
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

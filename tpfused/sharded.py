@@ -6,6 +6,7 @@ The files hold whole tensors under the dense model's names, as those of transfor
 
 from __future__ import annotations
 
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -18,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpfused.agreement import attempt, raise_together, together
+from tpfused.agreement import attempt, by_rank, raise_together, together
 from tpfused.checkpoint import check_state, model_entries, save_entry
 from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
@@ -26,6 +27,7 @@ from tpfused.placement import local, shard_info, whole_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_COMPARED = 256  # entries of each tensor: one page of the file or two
 
 
 @torch.no_grad()
@@ -43,10 +45,13 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does. Such
     parameters are new ones: make the optimizer afterwards.
 
+    The ranks may read different folders, on other hosts, say: they compare the first entries of each tensor before.
+
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
-        ValueError: tensors are missing, not the model's, or of another shape (all are listed), or in two files; a file
-            that is broken; buffers on the meta device that cannot be computed.
+        ValueError: tensors are missing, not the model's, of another shape, or begin with other entries on another rank
+            (all are listed), or are in two files; a file that is broken; buffers on the meta device that cannot be
+            computed.
         ImportError: safetensors is not installed.
 
         On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
@@ -55,6 +60,7 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     groups = _groups_of(model)
     with ExitStack() as files:
         found = together(partial(_found, model, path, files), groups)
+        _check_same_everywhere(found, groups)
         for module, name, tensor in together(partial(_off_meta, model, device), groups):
             if isinstance(tensor, nn.Parameter):
                 module.register_parameter(name, tensor)
@@ -70,6 +76,29 @@ def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, St
     expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
     check_state(found, expected)
     return found
+
+
+def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.ProcessGroup]) -> None:
+    """Refuse, on every rank, checkpoints of one shape that are not the same one: their shards would be of no model.
+
+    Raises:
+        ValueError: some tensors begin with other entries on another rank; names them all.
+    """
+
+    def look() -> dict[str, bytes]:
+        return {name: tensor.first_bytes() for name, tensor in found.items()} if groups else {}
+
+    first, failure = together(look, groups), None
+    of_all = hashlib.sha256(b"".join(first[name] for name in sorted(first))).digest()
+    for group in groups:
+        if len(set(by_rank(of_all, group).values())) > 1:  # as all of this group's ranks see
+            own, *others = by_rank(first, group).values()
+            different = [name for name in own if any(other[name] != own[name] for other in others)]
+            failure = ValueError(
+                f"the ranks read different checkpoints: {len(different)} of {len(own)} tensors begin with other "
+                f"entries on another rank" + "".join(f"\n  {name}" for name in different)
+            )
+    raise_together(failure, groups)
 
 
 def _read(model: nn.Module, found: dict[str, StoredTensor]) -> None:
@@ -159,6 +188,15 @@ class StoredTensor:
     def __init__(self, file, name: str):
         self._slices = file.get_slice(name)
         self.shape = tuple(self._slices.get_shape())
+
+    def first_bytes(self) -> bytes:
+        """Of its first entries, at most so many of one row: a few, whatever its size."""
+        if not self.shape:
+            entries = self[()]
+        else:
+            *rows, last = self.shape
+            entries = self[(*(slice(0, min(1, size)) for size in rows), slice(0, min(_COMPARED, last)))]
+        return bytes(entries.reshape(-1).view(torch.uint8).tolist())
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
         if not self.shape:

@@ -84,7 +84,9 @@ def test_refuses(options, told, capsys):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_needs_a_gpu(capsys):
     assert cli.main(["bench", "model", "--gpus", "1"]) == 2
-    assert "this needs a GPU, and 1 were asked for where torch finds 0 here" in capsys.readouterr().err
+    assert "this needs a GPU, and 1 were asked for where torch finds none here (" in capsys.readouterr().err
+    assert cli.main(["bench", "model", "--quick"]) == 2
+    assert "this needs a GPU, and torch finds none here (--size tiny runs on a CPU" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

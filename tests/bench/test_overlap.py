@@ -61,12 +61,19 @@ def test_quick_has_a_case_of_each_operation(capsys):
         (["--case", "sweep"], "no case has 'sweep'"),
         (["--rounds", "0"], "--rounds must be at least 1, not 0"),
         (["--dtype", "fp8"], "unknown dtype 'fp8'"),
-        (["--gpus", "1"], "at least two GPUs, and 1 were asked for"),
+        (["--gpus", "1"], "this needs at least 2 GPUs, and "),
     ],
 )
 def test_refuses(options, told, capsys):
     assert cli.main(["bench", "overlap", *options]) == 2
     assert told in capsys.readouterr().err
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_says_what_can_be_done_without_a_gpu(capsys):
+    assert cli.main(["bench", "overlap", "--quick"]) == 2
+    told = capsys.readouterr().err
+    assert "this needs at least 2 GPUs, and torch finds none here (" in told and "tpfused bench comm --cpu" in told
 
 
 def test_sizes_on_some_ranks():

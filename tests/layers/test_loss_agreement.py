@@ -1,5 +1,6 @@
-"""What the ranks of a loss agree on: how wide their shards are without `vocab_size`, and which labels there are."""
+"""What the ranks of a loss and an argmax agree on: how wide their shards are, and which labels there are."""
 
+from datetime import timedelta
 from unittest.mock import patch
 
 import pytest
@@ -9,8 +10,8 @@ import torch.nn.functional as F
 
 from tests.compare import Block, assert_close, refuses
 from tests.overlap.test_agreement import debugging
-from tpfused import vocab_parallel_cross_entropy
-from tpfused.layers import loss as module
+from tpfused import vocab_parallel_argmax, vocab_parallel_cross_entropy
+from tpfused.layers import vocabulary as module
 from tpfused.sharding import shard_sizes
 
 several_ranks = pytest.mark.parametrize("tp", [2, 4], indirect=True)
@@ -55,8 +56,45 @@ def check_asked_once(ctx, tp, seed):
         with debugging():
             loss()
         assert asked.call_count == 2
-        vocab_parallel_cross_entropy(shard, target, vocab_size=23 * tp, group=block.group)
-        assert asked.call_count == 2
+        for _ in range(3):
+            vocab_parallel_cross_entropy(shard, target, vocab_size=23 * tp, group=block.group)
+            vocab_parallel_argmax(shard, 23 * tp, block.group)
+        assert asked.call_count == 3
+
+
+def check_wrong_size(ctx, tp, seed):
+    """Sizes that the last rank's shard alone does not fit, or that one rank gives, are refused on all of them."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    size = 19 * tp - 1
+    logits, target, shard = draw(block, size)
+
+    def loss(vocab_size):
+        return vocab_parallel_cross_entropy(shard, target, vocab_size=vocab_size, group=block.group)
+
+    def argmax(vocab_size):
+        return vocab_parallel_argmax(shard, vocab_size, block.group)
+
+    for call in (loss, argmax):
+        for _ in range(2):  # a size that is refused is not remembered
+            with refuses(ValueError, f"rank {tp - 1} of {tp} owns 19", size + 1, "18 wide"):
+                call(size + 1)
+            with refuses(ValueError, f"rank 0's {size}", f"rank {tp - 1}'s {size + tp}"):
+                call(size + tp * (block.rank == tp - 1))
+    assert_close(loss(size), F.cross_entropy(logits, target))
+    assert torch.equal(argmax(size), logits.argmax(-1))
+
+
+def check_alone(ctx):
+    """Whoever waits for ranks to which their own size is known, is told what for."""
+    group = dist.new_group(timeout=timedelta(seconds=1))
+    if ctx.rank == 0:
+        with pytest.raises(RuntimeError) as told:
+            vocab_parallel_cross_entropy(
+                torch.ones(2, 3), torch.zeros(2, dtype=torch.int64), vocab_size=3 * ctx.world, group=group
+            )
+        assert f"vocab_size {3 * ctx.world} of 3 entries" in told.value.__notes__[0]
+    dist.barrier()
 
 
 def check_forgotten_later(ctx, tp):
@@ -76,10 +114,10 @@ def check_groups_that_are_gone(ctx):
     group = dist.new_group()
     target = torch.zeros(2, dtype=torch.int64, device=ctx.device)
     vocab_parallel_cross_entropy(torch.ones(2, 31, device=ctx.device), target, group=group)
-    assert (group, 31) in module._equal_widths
+    assert (group, None, 31) in module._known
     dist.destroy_process_group(group)
     vocab_parallel_cross_entropy(torch.ones(2, 37, device=ctx.device), target)
-    assert (group, 31) not in module._equal_widths and (dist.group.WORLD, 37) in module._equal_widths
+    assert (group, None, 31) not in module._known and (dist.group.WORLD, None, 37) in module._known
 
 
 def check_labels_of_one_rank(ctx, tp, bad):
@@ -105,13 +143,24 @@ def check_captured(ctx):
     with torch.cuda.graph(graph):
         loss = vocab_parallel_cross_entropy(shard, target)
     graph.replay()
-    assert (dist.group.WORLD, 43) not in module._equal_widths
+    assert (dist.group.WORLD, None, 43) not in module._known
     assert_close(loss, vocab_parallel_cross_entropy(shard, target))
 
 
 @several_ranks
 def test_uneven_shards_without_the_vocabularys_size_are_refused(workers, tp, seed):
     workers.run(check_forgotten_size, tp, seed)
+
+
+@several_ranks
+def test_a_size_that_one_rank_refuses_is_told_to_all(workers, tp, seed):
+    workers.run(check_wrong_size, tp, seed)
+
+
+def test_a_rank_that_waits_alone_is_told_what_for(workers):
+    if workers.world == 1 or workers.device != "cpu":
+        pytest.skip("needs other ranks, and a process group whose time-out raises")
+    workers.run(check_alone)
 
 
 @several_ranks

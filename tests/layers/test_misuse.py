@@ -13,8 +13,10 @@ from tests.compare import Block, assert_close, refuses
 from tpfused import (
     ColumnParallelLinear,
     ParallelAttention,
+    ParallelGatedMLP,
     ParallelMLP,
     ParallelTransformer,
+    ParallelTransformerBlock,
     RowParallelLinear,
     TransformerConfig,
     VocabParallelEmbedding,
@@ -241,3 +243,40 @@ def test_numbers_that_make_no_sense_are_refused():
             model.generate(ids, 2, eos_id=eos_id)
     with refuses(ValueError, "fast"):
         VocabParallelEmbedding(8, 8, backend="fast", group=alone)
+
+
+LAYERS = {
+    "column": lambda **options: ColumnParallelLinear(4, 6, **options),
+    "row": lambda **options: RowParallelLinear(4, 6, **options),
+    "embedding": lambda **options: VocabParallelEmbedding(5, 4, **options),
+    "mlp": lambda **options: ParallelMLP(4, 8, **options),
+    "gated": lambda **options: ParallelGatedMLP(4, 8, **options),
+    "attention": lambda **options: ParallelAttention(8, 2, **options),
+    "norm": lambda **options: Norm("rmsnorm", 4, **options),
+}
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_arguments_of_another_kind_are_refused(layer, device):
+    place = {"group": TPGroup(None, 0, 1), "device": device}
+    with refuses(TypeError, "dtype", "torch.dtype", "'bf16'"):
+        LAYERS[layer](dtype="bf16", **place)
+    if layer != "norm":
+        with refuses(TypeError, "init_method", "function", "'normal'"):
+            LAYERS[layer](init_method="normal", **place)
+    if layer == "attention":
+        with refuses(TypeError, "dropout", "'0.1'"):
+            LAYERS[layer](dropout="0.1", **place)
+
+
+@pytest.mark.parametrize("kind", [ParallelTransformer, ParallelTransformerBlock])
+def test_configs_of_another_kind_are_refused(kind):
+    sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_size": 8, "max_positions": 8}
+    alone = TPGroup(None, 0, 1)
+    with refuses(TypeError, "config", "TransformerConfig", "dict"):
+        kind(sizes, group=alone)
+    with refuses(TypeError, "dtype", "torch.dtype", "'bf16'"):
+        kind(TransformerConfig(**sizes), group=alone, dtype="bf16")
+    with refuses(TypeError, "attention_dropout", "None"):
+        kind(TransformerConfig(**sizes, attention_dropout=None), group=alone)

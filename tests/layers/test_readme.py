@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import tpfused
 from tests.compare import Block
 from tpfused.collectives import all_gather, own_slice
 from tpfused.group import resolve_group
@@ -85,3 +86,8 @@ def test_what_needs_no_ranks(workers):
     run("as tensor_parallel")
     for line in re.findall(r"`(from tpfused[^`]*)`", README.read_text()):
         exec(line.replace("\n", " "), {})
+
+
+def test_it_has_all_names(workers):
+    names = set(re.findall(r"\w+", README.read_text()))
+    assert not [name for name in tpfused.__all__ if name not in names]

@@ -82,14 +82,28 @@ def test_the_example_refuses_before_it_joins(tmp_path, monkeypatch, capsys, text
     data, out = tmp_path / "ids.pt", tmp_path / "file"
     torch.save(texts, data)
     out.touch()
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "config.json").touch()
     monkeypatch.setenv("WORLD_SIZE", "4")
-    monkeypatch.setattr(sys, "argv", ["finetune.py", "model", str(data), str(out), *options])
+    monkeypatch.setattr(sys, "argv", ["finetune.py", str(folder), str(data), str(out), *options])
     with (
         mock.patch("torch.distributed.init_device_mesh", side_effect=AssertionError("joined")),
         pytest.raises((SystemExit, FileExistsError)) as caught,
     ):
         runpy.run_path(str(EXAMPLE), run_name="__main__")
     assert re.search(told, capsys.readouterr().err + str(caught.value))
+
+
+def test_the_example_asks_no_hub(tmp_path, monkeypatch, capsys):
+    data = tmp_path / "ids.pt"
+    torch.save(torch.zeros(8, 3, dtype=torch.int64), data)
+    monkeypatch.setattr(sys, "argv", ["finetune.py", "no/folder", str(data), str(tmp_path / "out")])
+    with mock.patch("torch.distributed.init_device_mesh", side_effect=AssertionError("joined")):
+        with pytest.raises(SystemExit):
+            runpy.run_path(str(EXAMPLE), run_name="__main__")
+    assert capsys.readouterr().err.splitlines()[-1].endswith("error: no/folder: no folder with a model's config.json")
+    assert not (tmp_path / "out").exists()
 
 
 def test_the_example_is_short():

@@ -43,16 +43,39 @@ class Stage(nn.Module):
         return x if self.first else self.head(self.norm(x), total_len=self.total_len).transpose(0, 1)
 
 
+class LlamaStage(nn.Module):
+    """One half of a transformers Llama from `parallelize`: its own forward, with half of the layers."""
+
+    def __init__(self, model: nn.Module, first: bool):
+        super().__init__()
+        self.base, self.head = model.model, None if first else model.lm_head
+        half = len(self.base.layers) // 2
+        self.base.layers = self.base.layers[:half] if first else self.base.layers[half:]
+        if first:
+            self.base.norm = nn.Identity()
+        else:
+            self.base.embed_tokens, self.head.gather_output = None, False
+
+    def forward(self, x: Tensor) -> Tensor:
+        """From ids ``[batch, tokens]`` to ``[batch, tokens, hidden]``, and on to ``[..., vocabulary shard]``."""
+        if self.head is None:
+            return self.base(x).last_hidden_state
+        return self.head(self.base(inputs_embeds=x).last_hidden_state)
+
+
 def check_pipeline(ctx, seed, name, schedule, plain):
     expected = dense_losses(ctx, name, seed)
     pp = ctx.grid(2)["dp"]  # the same ranks, each with another part of the model instead of other data
     index, group = pp.get_local_rank(), pp.get_group()
     model = parallel(ctx.mesh(2), name, seed, plain=plain).model
-    tokens = next(batches(seed, ctx.device)).shape[1] - 1
-    stage = Stage(model, index == 0, tokens)
+    if name == "llama":
+        stage = LlamaStage(model, index == 0)
+    else:
+        tokens = next(batches(seed, ctx.device)).shape[1] - 1
+        stage = Stage(model, index == 0, tokens)
 
     def loss(logits: Tensor, labels: Tensor) -> Tensor:
-        return tpfused.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB, group=model.group)
+        return tpfused.vocab_parallel_cross_entropy(logits, labels, vocab_size=VOCAB, group=ctx.group(2))
 
     runs = SCHEDULES[schedule](PipelineStage(stage, index, 2, ctx.device, group=group), PARTS, loss_fn=loss)
 
@@ -83,3 +106,10 @@ def test_two_stages(workers, seed, name, schedule, plain):
     if workers.world != 4:
         pytest.skip("needs 4 ranks")
     workers.run(check_pipeline, seed, name, schedule, plain)
+
+
+def test_two_stages_of_a_parallelized_model(workers, seed):
+    pytest.importorskip("transformers")
+    if workers.world != 4:
+        pytest.skip("needs 4 ranks")
+    workers.run(check_pipeline, seed, "llama", "1f1b", plain=False)

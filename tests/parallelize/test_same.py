@@ -1,5 +1,6 @@
 """Models that differ between the ranks of a mesh: every rank is told, whatever differs, and nothing hangs."""
 
+import warnings
 from collections import OrderedDict
 
 import pytest
@@ -241,3 +242,38 @@ def test_files_that_one_rank_cannot_read_or_write(workers, seed, tmp_path):
     pytest.importorskip("safetensors")
     if workers.world > 1:
         workers.run(check_files, tmp_path, seed)
+
+
+OWN = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 4, "ffn_size": 8, "max_positions": 8}
+
+
+def check_seeds(ctx, seed):
+    """The last rank is seeded apart. No warning without dropout, of one rank alone, or where all are seeded alike."""
+
+    def warned(tp: int, rate: float, own: bool, rank_seed: int) -> bool:
+        torch.manual_seed(seed)
+        plan = "auto" if own else {"0": "colwise"}
+        if own:
+            config = tpfused.TransformerConfig(**OWN, dropout=rate)
+            model = tpfused.ParallelTransformer(config, group=ALONE, device=ctx.device)
+        else:
+            model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate)).to(ctx.device)
+        torch.manual_seed(rank_seed)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            tpfused.parallelize(model, ctx.mesh(tp), plan)
+        told = [warning for warning in caught if "torch.manual_seed(the same" in str(warning.message)]
+        assert all(warning.filename == __file__ for warning in told)
+        return bool(told)
+
+    other = seed + (ctx.rank == ctx.world - 1)
+    for own in (False, True):
+        assert warned(ctx.world, 0.1, own, other) == (ctx.rank == 0)
+        assert not warned(ctx.world, 0.0, own, other)
+        assert not warned(ctx.world, 0.1, own, seed)
+    assert not warned(1, 0.1, False, other)
+
+
+def test_dropout_of_ranks_that_are_seeded_apart(workers, seed):
+    if workers.world > 1:
+        workers.run(check_seeds, seed)

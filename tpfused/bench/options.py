@@ -66,6 +66,19 @@ def check_options(options: Mapping[str, Any], dtypes: Sequence[str]) -> None:
             raise UserError(f"--plot {options['plot']} cannot be written")
 
 
+def check_gpus(least: int, ranks: int, here: int, found: int, without: str) -> None:
+    """Refuse fewer than `least` ranks in all, and more on this host, `here`, than the GPUs that are `found` on it.
+
+    `without`: what can be done without GPUs, to be told where there is none.
+    """
+    if ranks >= least and here <= found:
+        return
+    needed = "a GPU" if least == 1 else f"at least {least} GPUs"
+    asked = "" if ranks == found else f"{ranks} were asked for where "
+    told = f"{found} here" if found else f"none here ({without})"
+    raise UserError(f"this needs {needed}, and {asked}torch finds {told}")
+
+
 def rounds_and_seed(options: Mapping[str, Any], rounds: int, quick_rounds: int) -> tuple[int, int]:
     seed = torch.seed() % 2**31 if options["seed"] is None else options["seed"]
     return options["rounds"] or (quick_rounds if options["quick"] else rounds), seed

@@ -35,7 +35,8 @@ class ParallelAttention(nn.Module):
         causal: each token attends to itself and earlier ones.
         dropout: probability, on the attention probabilities; each rank draws its own for its heads.
         rope_theta: the base of rotary positions; None: no rotary positions.
-        sequence_parallel, init_method, backend, accumulate_main_grad, group, mesh: as in `ColumnParallelLinear`.
+        sequence_parallel, init_method, backend, accumulate_main_grad, save_gathered, group, mesh: as in
+            `ColumnParallelLinear`.
         sequence_dim: 0 for ``[tokens, batch, hidden]``, 1 for ``[batch, tokens, hidden]``.
 
     Where `num_kv_heads` is a multiple of the ranks, q, k and v are one packed projection ``qkv``. Where the ranks are a
@@ -69,6 +70,7 @@ class ParallelAttention(nn.Module):
         init_method: Callable[[Tensor], object] | None = None,
         backend: str | None = None,
         accumulate_main_grad: bool = False,
+        save_gathered: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -80,8 +82,7 @@ class ParallelAttention(nn.Module):
         check_heads(hidden_size, num_heads, num_kv_heads, head_dim, self.group.size, rope_theta is not None)
         if sequence_dim not in (0, 1):
             raise ValueError(f"sequence_dim must be 0 or 1 for attention, not {sequence_dim}")
-        if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout must be in [0, 1), not {dropout}")
+        checks.check_dropout(dropout, "dropout")
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -91,6 +92,7 @@ class ParallelAttention(nn.Module):
         self.rope_theta = rope_theta
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
+        self.save_gathered = save_gathered
 
         place = {"init_method": init_method, "group": group, "mesh": mesh, "device": device, "dtype": dtype}
         parallel = {"sequence_parallel": sequence_parallel, "sequence_dim": sequence_dim, "backend": backend}
@@ -102,9 +104,8 @@ class ParallelAttention(nn.Module):
         if self.kv_replicas == 1:
             packing = QKVPacking(num_heads, num_kv_heads)
             self.packed_children["qkv"] = packing
-            self.qkv = PackedColumnParallelLinear(
-                hidden_size, (rows, kv_rows, kv_rows), packing, bias, **place, **parallel
-            )
+            column = {**place, **parallel, "save_gathered": save_gathered}
+            self.qkv = PackedColumnParallelLinear(hidden_size, (rows, kv_rows, kv_rows), packing, bias, **column)
         else:
             shared_place = {**place, "shard_group": with_replicas(self.group, self.kv_replicas)}
             self.q = LinearParameters(hidden_size, rows, bias, 0, **place)
@@ -182,6 +183,7 @@ class ParallelAttention(nn.Module):
             sequence_dim=sequence_dim,
             total_len=total_len,
             backend=self.out.backend,
+            save_gathered=self.save_gathered,
         )
 
     def _heads(self, qkv: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:

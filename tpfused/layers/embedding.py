@@ -13,7 +13,7 @@ from tpfused.kernels.embedding import embedding
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.ids import IdCheck, check_mode
 from tpfused.main_grad import into_main_grad
-from tpfused.parameter import ParallelModule, check_size, local
+from tpfused.parameter import ParallelModule, check_init_method, check_size, local
 from tpfused.sharding import shard_range
 
 
@@ -61,6 +61,7 @@ class VocabParallelEmbedding(ParallelModule):
         checks.check_sequence_dim(sequence_dim)
         check_mode(check)
         checks.check_backend(backend)
+        check_init_method(init_method)
         if padding_idx is not None:
             if not isinstance(padding_idx, int):
                 raise TypeError(f"padding_idx must be an integer, not {padding_idx!r}")

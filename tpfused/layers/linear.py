@@ -55,7 +55,8 @@ class ColumnParallelLinear(LinearParameters):
     Raises:
         ValueError: a wrong number of features, another device, tokens that do not fit `total_len`, an activation
             together with `skip_bias_add`.
-        TypeError: an input of another dtype than the weight's (outside autocast).
+        TypeError: an input of another dtype than the weight's (outside autocast); a dtype that is no torch.dtype, an
+            init_method that is no function.
     """
 
     def __init__(

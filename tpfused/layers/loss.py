@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from tpfused import checks, reference
-from tpfused.agreement import by_rank
 from tpfused.autograd import once_differentiable
 from tpfused.collectives import all_gather
 from tpfused.explanation import KERNEL, PLAIN, tell
-from tpfused.group import TPGroup, exists, resolve_group
+from tpfused.group import TPGroup, resolve_group
 from tpfused.kernels import cross_entropy as kernels
 from tpfused.layers.backend import why_plain
 from tpfused.layers.ids import IdCheck
+from tpfused.layers.vocabulary import whole_vocabulary
 from tpfused.overlap.tiers import wanted
 from tpfused.sharding import padded_shard_size, shard_range
 
 REDUCTIONS = ("mean", "sum", "none")
 _label_checks: dict[torch.device, IdCheck] = {}
-_equal_widths: set[tuple[dist.ProcessGroup, int]] = set()  # that all ranks of the group were found to have
 
 
 def vocab_parallel_cross_entropy(
@@ -50,8 +46,8 @@ def vocab_parallel_cross_entropy(
             `overwrite_logits`.
         target: int64 ``[...]``, global ids, the same on every rank; `ignore_index` marks tokens left out.
         vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are equally wide, and
-            gathered logits are taken for shards. The ranks compare their widths when one is new to them, and under
-            TORCH_DISTRIBUTED_DEBUG=DETAIL at each call, but not in compiled code or a CUDA graph's capture.
+            gathered logits are taken for shards. The ranks compare their widths when a size (without one, a width) is
+            new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says.
         label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
         z_loss: the weight of ``log(Z)**2``, added to each token's loss.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
@@ -68,8 +64,8 @@ def vocab_parallel_cross_entropy(
         float32 (float64 for float64 logits), the same on every rank.
 
     Raises:
-        ValueError: logits of the wrong width (gathered ones, say), widths that differ between ranks without
-        `vocab_size`, shapes that do not match, a label outside the vocabulary.
+        ValueError: logits of the wrong width on some rank (gathered ones, say), widths that differ between ranks
+        without `vocab_size`, shapes that do not match, a label outside the vocabulary.
         TypeError: labels that are not int64, logits that are not floating or of 8 bits.
     """
     checks.check_backend(backend)
@@ -142,7 +138,7 @@ def _check_arguments(
     group: TPGroup,
 ) -> int:
     """-> the size of the whole vocabulary."""
-    checks.check_logits(logits, vocab_size, group, "vocab_parallel_cross_entropy")
+    checks.check_logits(logits, vocab_size, "vocab_parallel_cross_entropy")
     if not isinstance(target, Tensor):
         raise TypeError(f"labels must be a tensor, not {type(target).__name__}")
     checks.check_dense(target, "vocab_parallel_cross_entropy", "the labels")
@@ -161,32 +157,4 @@ def _check_arguments(
         raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
-    if vocab_size is None:
-        _check_equal_widths(logits, group)
-        return logits.shape[-1] * group.size
-    return vocab_size
-
-
-def _check_equal_widths(logits: Tensor, group: TPGroup) -> None:
-    """Refuse, on every rank, shards that are not equally wide: each rank would take another size for the whole.
-
-    Once for a width, as it waits for all ranks. Where widths come to differ later, one rank's known already and the
-    other's new, that one waits for the process group's time-out.
-    """
-    if group.size == 1 or torch.compiler.is_compiling() or logits.is_meta:
-        return
-    known = group.process_group, logits.shape[-1]
-    if known in _equal_widths and dist.get_debug_level() != dist.DebugLevel.DETAIL:
-        return
-    if logits.is_cuda and torch.cuda.is_current_stream_capturing():
-        return
-    with torch.cuda.device(logits.device) if logits.is_cuda else nullcontext():
-        widths = by_rank(logits.shape[-1], group.process_group)
-    if len(set(widths.values())) > 1:
-        told = ", ".join(f"rank {rank}'s {width}" for rank, width in widths.items())
-        raise ValueError(
-            f"without vocab_size= the logits of all ranks must be equally wide, but of {sum(widths.values())} entries "
-            f"these are {told}: give the size of the whole vocabulary as vocab_size="
-        )
-    _equal_widths.difference_update([width for width in _equal_widths if not exists(width[0])])
-    _equal_widths.add(known)
+    return whole_vocabulary(logits, vocab_size, group, "vocab_parallel_cross_entropy")

@@ -32,7 +32,7 @@ class ParallelMLP(nn.Module):
         hidden_size, ffn_size: of the whole layer.
         activation: as in `ColumnParallelLinear`.
         bias: of both layers.
-        sequence_parallel, sequence_dim, init_method, backend, accumulate_main_grad, group, mesh: as in
+        sequence_parallel, sequence_dim, init_method, backend, accumulate_main_grad, save_gathered, group, mesh: as in
             `ColumnParallelLinear`.
 
     Shapes: ``[..., hidden]`` in and out; under sequence parallelism `sequence_dim` is this rank's tokens in both.
@@ -50,6 +50,7 @@ class ParallelMLP(nn.Module):
         init_method: Callable[[Tensor], object] | None = None,
         backend: str | None = None,
         accumulate_main_grad: bool = False,
+        save_gathered: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -59,7 +60,8 @@ class ParallelMLP(nn.Module):
         super().__init__()
         check_size(hidden_size, "hidden_size")
         check_size(ffn_size, "ffn_size")
-        self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **common)
+        column = {**common, "save_gathered": save_gathered}
+        self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **column)
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
     def forward(
@@ -101,6 +103,7 @@ class ParallelGatedMLP(nn.Module):
         init_method: Callable[[Tensor], object] | None = None,
         backend: str | None = None,
         accumulate_main_grad: bool = False,
+        save_gathered: bool = False,
         group=None,
         mesh=None,
         device=None,
@@ -113,7 +116,8 @@ class ParallelGatedMLP(nn.Module):
         check_gates(ffn_size, activation, resolve_group(group, mesh).size)
         packing = self.packed_children["gate_up"]
         self.activation = activation
-        self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **common)
+        column = {**common, "save_gathered": save_gathered}
+        self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **column)
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, **common)
 
     def forward(

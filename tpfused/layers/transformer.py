@@ -46,6 +46,7 @@ class TransformerConfig:
         init: "default" (`nn.Linear`'s) or "xavier": Xavier-uniform on each projection's whole shape, zero biases
             (Glorot and Bengio, 2010). Embeddings and positions are normal(0, 1).
         accumulate_main_grad: of every projection and the embedding, as in `ColumnParallelLinear`.
+        save_gathered: under sequence parallelism, of the blocks' column-parallel layers, as in `ColumnParallelLinear`.
         checkpoint_activations: recompute each block in backward instead of keeping its activations.
         backend: of every layer and the loss, as in `ColumnParallelLinear`: "reference" forces the plain path.
     """
@@ -73,6 +74,7 @@ class TransformerConfig:
     sequence_dim: int = 0
     init: str = "default"
     accumulate_main_grad: bool = False
+    save_gathered: bool = False
     checkpoint_activations: bool = False
     backend: str | None = None
 
@@ -92,6 +94,7 @@ class TransformerConfig:
 
         Raises:
             ValueError: names the numbers.
+            TypeError: sizes that are not integers, probabilities that are not numbers.
         """
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
             check_size(getattr(self, name), name)
@@ -102,8 +105,7 @@ class TransformerConfig:
         checks.check_backend(self.backend)
         check_eps(self.norm_eps, "norm_eps")
         for name in ("dropout", "attention_dropout"):
-            if not 0.0 <= getattr(self, name) < 1.0:
-                raise ValueError(f"{name} must be in [0, 1), not {getattr(self, name)}")
+            checks.check_dropout(getattr(self, name), name)
         if self.gated:
             check_gates(self.ffn_size, self.activation, ranks)
         else:
@@ -146,12 +148,13 @@ class ParallelTransformerBlock(nn.Module):
     def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
         super().__init__()
         self.group = resolve_group(group, mesh)
-        config.check(self.group.size)
+        _check_config(config, self.group)
         self.config = config
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
         place["sequence_parallel"] = config.sequence_parallel
         parallel = {**place, "sequence_dim": config.sequence_dim, "init_method": _init_method(config)}
         parallel |= {"accumulate_main_grad": config.accumulate_main_grad, "backend": config.backend}
+        parallel["save_gathered"] = config.save_gathered
         self.attention_norm = Norm(config.norm, config.hidden_size, config.norm_eps, **place)
         self.attention = ParallelAttention(
             config.hidden_size,
@@ -223,6 +226,7 @@ class ParallelTransformer(nn.Module):
         ValueError: sizes that cannot be split over the ranks, more tokens than `max_positions`, ids outside the
         vocabulary; a cache that is full, or made for another config, number of ranks or batch, or used with
         gradients or a mask.
+        TypeError: a config that is no `TransformerConfig`.
     """
 
     generate = generation.generate
@@ -230,7 +234,7 @@ class ParallelTransformer(nn.Module):
     def __init__(self, config: TransformerConfig, *, group=None, mesh=None, device=None, dtype=None):
         super().__init__()
         self.group: TPGroup = resolve_group(group, mesh)
-        config.check(self.group.size)
+        _check_config(config, self.group)
         self.config = config
         self.sequence_parallel = config.sequence_parallel
         place = {"group": group, "mesh": mesh, "device": device, "dtype": dtype}
@@ -372,6 +376,12 @@ def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, trainin
 
 def _init_method(config: TransformerConfig):
     return nn.init.xavier_uniform_ if config.init == "xavier" else None
+
+
+def _check_config(config: TransformerConfig, group: TPGroup) -> None:
+    if not isinstance(config, TransformerConfig):
+        raise TypeError(f"config must be a tpfused.TransformerConfig, not {type(config).__name__} {config!r}")
+    config.check(group.size)
 
 
 def _check_choice(name: str, value: object, choices: tuple) -> None:

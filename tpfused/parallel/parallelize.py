@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
 from torch import nn
 
+from tpfused.agreement import by_rank
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.parallel import convert, own, region
@@ -16,6 +19,7 @@ from tpfused.parallel.plan import match, resolve_plan
 from tpfused.parallel.same import check_same
 from tpfused.parallel.transformers import LOSSES, shard_logits
 from tpfused.parameter import ParallelModule
+from tpfused.random import state_of
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -60,6 +64,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     them too, unless there are fewer key-value heads than ranks, whose gradients lie on a mesh of their own:
     `tpfused.clip_grad_norm_` does then as well.
 
+    Warns, on the first rank of `mesh`, where the model has dropout and the ranks' generators are in different states:
+    what is whole on each rank must get the same dropout on all of them.
+
     Returns:
         `model`.
 
@@ -76,9 +83,13 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     if isinstance(model, ParallelTransformer) and model.group.process_group is None and plan == "auto":
         check_same(params, group, partial(own.check, model, group.size))
-        own.split(model, mesh, convert.Conversion(group).device)
+        device = convert.Conversion(group).device
+        _compare_random_states(model.config.dropout > 0, group, device)
+        own.split(model, mesh, device)
         return model
     styles = check_same(params, group, partial(_check, model, plan, group))
+    has_dropout = region.has_dropout(model)
+    _compare_random_states(has_dropout, group, convert.Conversion(group).device)
     modules, to = _conversions(model, group)
 
     # What a module counts may be its projections' to read: it comes after them.
@@ -94,11 +105,24 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     for name, style in styles.items():
         if style == "vocab_head":
             shard_logits(model, modules[name])
-    if region.has_dropout(model):
+    if has_dropout:
         columns = {layer_of(name, modules) for name, style in styles.items() if style in convert.LEAVE_SHARDED}
         rows = {layer_of(name, modules) for name, style in styles.items() if style == "rowwise"}
         region.draw_apart(model, columns, rows, group)
     return model
+
+
+def _compare_random_states(has_dropout: bool, group: TPGroup, device: torch.device) -> None:
+    """One exchange, which all ranks make, whatever dropout each has."""
+    if group.size == 1:
+        return
+    states = by_rank(state_of(device), group.process_group)
+    if has_dropout and group.rank == 0 and len(set(states.values())) > 1:
+        warnings.warn(
+            "the model has dropout, and its ranks' random generators are in different states: torch.manual_seed(the "
+            "same on all ranks of the mesh) before training, or what is whole on each gets another dropout on each",
+            stacklevel=3,
+        )
 
 
 def _check(model: nn.Module, plan: str | Mapping[str, str], group: TPGroup) -> dict[str, str]:

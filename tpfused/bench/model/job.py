@@ -14,6 +14,7 @@ from tpfused.bench.model.cases import OPERATIONS, SIZES, Case, Size, cases, degr
 from tpfused.bench.model.programs import PEERS
 from tpfused.bench.model.worker import Plan, run
 from tpfused.bench.options import (
+    check_gpus,
     check_options,
     conclude,
     describe_run,
@@ -45,8 +46,8 @@ def execute(options: Mapping[str, Any]) -> int:
             print(f"{case.label}{'  (quick)' * case.quick}")
         return 0
     check_options(options, ("bf16", "fp16"))
-    if world < 1 or (worker.local_world if worker else world) > found:
-        raise UserError(f"this needs a GPU, and {world} were asked for where torch finds {found} here")
+    here = worker.local_world if worker else world
+    check_gpus(1, world, here, found, "--size tiny runs on a CPU, and --list needs none")
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
     layers = size.layers if options["layers"] is None else options["layers"]
     variants = _variants(options, device == "cuda")

@@ -9,6 +9,7 @@ import torch
 
 from tpfused.bench.console import make_console
 from tpfused.bench.options import (
+    check_gpus,
     check_options,
     conclude,
     describe_run,
@@ -21,7 +22,6 @@ from tpfused.bench.options import (
 from tpfused.bench.overlap.cases import OPERATIONS, Case, cases
 from tpfused.bench.overlap.worker import run
 from tpfused.bench.results import Row, is_ours
-from tpfused.cli.errors import UserError
 from tpfused.workers import Worker, torchrun_worker
 
 ROUNDS, QUICK_ROUNDS = 21, 5
@@ -53,8 +53,8 @@ def is_bad(row: Row) -> bool:
 
 def _check(options: Mapping[str, Any], world: int, local_world: int, found: int) -> None:
     check_options(options, ("bf16", "fp16"))
-    if world < 2 or local_world > found:
-        raise UserError(f"this needs at least two GPUs, and {world} were asked for where torch finds {found} here")
+    without = "--list needs none, and tpfused bench comm --cpu times collectives without"
+    check_gpus(2, world, local_world, found, without)
 
 
 def _measure(argument: dict[str, Any], worker: Worker | None, world: int, options: Mapping[str, Any]) -> int:
