@@ -203,10 +203,16 @@ class ParallelTransformerBlock(nn.Module):
         """Whether the sums of the ranks' parts take the residuals too: where nobody sees what is between."""
         if self.config.dropout and self.training or torch.compiler.is_compiling():  # compilers fuse it themselves
             return False
-        rows = self.attention.out, self.mlp.down if self.config.gated else self.mlp.fc2
-        parts = (self.attention, ParallelAttention), (self.mlp, ParallelGatedMLP if self.config.gated else ParallelMLP)
-        return all(_is_untouched(each, kind) for each, kind in parts) and all(
-            _is_untouched(row, RowParallelLinear) for row in rows
+        return self._has_untouched_sums()
+
+    def _has_untouched_sums(self) -> bool:
+        """Whether what is around the two sums of the ranks' parts is as it was built."""
+        mlp, row = (ParallelGatedMLP, "down") if self.config.gated else (ParallelMLP, "fc2")
+        return (
+            _is_untouched(self.attention, ParallelAttention)
+            and _is_untouched(self.attention.out, RowParallelLinear)
+            and _is_untouched(self.mlp, mlp)
+            and _is_untouched(getattr(self.mlp, row), RowParallelLinear)
         )
 
 
@@ -303,18 +309,14 @@ class ParallelTransformer(nn.Module):
 
     def _is_as_built(self) -> bool:
         """Whether what a decoding step joins may be joined."""
-        mlp, row = (ParallelGatedMLP, "down") if self.config.gated else (ParallelMLP, "fc2")
         return (
             not self.training
             and _is_untouched(self.norm, Norm)
             and all(
                 _is_untouched(block, ParallelTransformerBlock)
                 and _is_untouched(block.attention_norm, Norm)
-                and _is_untouched(block.attention, ParallelAttention)
-                and _is_untouched(block.attention.out, RowParallelLinear)
                 and _is_untouched(block.mlp_norm, Norm)
-                and _is_untouched(block.mlp, mlp)
-                and _is_untouched(getattr(block.mlp, row), RowParallelLinear)
+                and block._has_untouched_sums()
                 for block in self.blocks
             )
         )
