@@ -32,6 +32,13 @@ def check_dropout(dropout: float, what: str) -> None:
         raise ValueError(f"{what} must be in [0, 1), not {dropout}")
 
 
+def check_rope_theta(theta: float) -> None:
+    if not isinstance(theta, int | float) or isinstance(theta, bool):
+        raise TypeError(f"rope_theta must be a number, not {theta!r}")
+    if not 0 < theta < float("inf"):
+        raise ValueError(f"rope_theta must be positive and finite, not {theta}")
+
+
 def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
     """`x` is ``[..., features]``, on the weight's device and of its dtype (any of 16 or 32 bits under autocast)."""
     if not isinstance(x, Tensor):

@@ -236,6 +236,11 @@ def test_numbers_that_make_no_sense_are_refused():
     for eps in (None, "1e-5", True):
         with refuses(TypeError, "norm_eps", repr(eps)):
             ParallelTransformer(TransformerConfig.llama(**sizes, norm_eps=eps), group=alone)
+    for error, theta in ((ValueError, 0), (ValueError, -1e4), (ValueError, float("inf")), (TypeError, "1e4")):
+        with refuses(error, "rope_theta", theta):
+            ParallelTransformer(TransformerConfig.llama(**sizes, rope_theta=theta), group=alone)
+        with refuses(error, "rope_theta", theta):
+            ParallelAttention(8, 2, rope_theta=theta, group=alone)
     model = ParallelTransformer(TransformerConfig.llama(**sizes), group=alone)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     for eos_id in (1.5, "2", True):

@@ -83,6 +83,8 @@ class ParallelAttention(nn.Module):
         if sequence_dim not in (0, 1):
             raise ValueError(f"sequence_dim must be 0 or 1 for attention, not {sequence_dim}")
         checks.check_dropout(dropout, "dropout")
+        if rope_theta is not None:
+            checks.check_rope_theta(rope_theta)
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads

@@ -112,6 +112,8 @@ class TransformerConfig:
             checks.check_activation(self.activation)
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
         rotary = self.positions == "rotary"
+        if rotary:
+            checks.check_rope_theta(self.rope_theta)
         check_heads(self.hidden_size, self.num_heads, kv_heads, self.head_dim, ranks, rotary)
 
 
