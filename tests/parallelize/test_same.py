@@ -2,6 +2,7 @@
 
 import warnings
 from collections import OrderedDict
+from functools import partial
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor.parallel import parallelize_module
 
 import tpfused
+from tests.parallelize.models import build
 from tpfused.group import TPGroup
-from tpfused.parallel import same
+from tpfused.parallel import region, same
+from tpfused.parallel.plan import auto_plan, match
 from tpfused.parallel.styles import Style
 
 ALONE = TPGroup(None, 0, 1)
@@ -245,33 +248,74 @@ def test_files_that_one_rank_cannot_read_or_write(workers, seed, tmp_path):
 
 
 OWN = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 4, "ffn_size": 8, "max_positions": 8}
+ATTENDS = {"attention": "attention", "attention.q": "colwise", "attention.out": "rowwise"}
+
+
+class Attends(nn.Module):
+    """Dropout on the hidden states, and of an attention module: a number and two modules, as libraries have them."""
+
+    def __init__(self, hidden=0.0, attention_dropout=0.0, attn_dropout=0.0, resid_dropout=0.0):
+        super().__init__()
+        self.attention, self.after_attention = nn.Module(), nn.Dropout(hidden)
+        self.attention.num_heads, self.attention.attention_dropout = 8, attention_dropout
+        self.attention.attn_dropout, self.attention.resid_dropout = nn.Dropout(attn_dropout), nn.Dropout(resid_dropout)
+        self.attention.q, self.attention.out = nn.Linear(8, 8), nn.Linear(8, 8)
 
 
 def check_seeds(ctx, seed):
-    """The last rank is seeded apart. No warning without dropout, of one rank alone, or where all are seeded alike."""
+    """The last rank is seeded apart. A warning only in training mode, with dropout on what is whole on each rank."""
 
-    def warned(tp: int, rate: float, own: bool, rank_seed: int) -> bool:
-        torch.manual_seed(seed)
-        plan = "auto" if own else {"0": "colwise"}
-        if own:
-            config = tpfused.TransformerConfig(**OWN, dropout=rate)
-            model = tpfused.ParallelTransformer(config, group=ALONE, device=ctx.device)
-        else:
-            model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(rate)).to(ctx.device)
+    def own(**changes) -> nn.Module:
+        config = tpfused.TransformerConfig(**OWN, **changes)
+        return tpfused.ParallelTransformer(config, group=ALONE, device=ctx.device)
+
+    def warned(model: nn.Module, tp: int = ctx.world, rank_seed: int = seed + (ctx.rank == ctx.world - 1)) -> bool:
         torch.manual_seed(rank_seed)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
-            tpfused.parallelize(model, ctx.mesh(tp), plan)
+            tpfused.parallelize(model, ctx.mesh(tp), "auto" if hasattr(model, "config") else ATTENDS)
         told = [warning for warning in caught if "torch.manual_seed(the same" in str(warning.message)]
         assert all(warning.filename == __file__ for warning in told)
         return bool(told)
 
-    other = seed + (ctx.rank == ctx.world - 1)
-    for own in (False, True):
-        assert warned(ctx.world, 0.1, own, other) == (ctx.rank == 0)
-        assert not warned(ctx.world, 0.0, own, other)
-        assert not warned(ctx.world, 0.1, own, seed)
-    assert not warned(1, 0.1, False, other)
+    def built(make, *args, **kwargs) -> nn.Module:
+        torch.manual_seed(seed)
+        return make(*args, **kwargs).to(ctx.device)
+
+    first = ctx.rank == 0
+    for make, none in ((partial(Attends, hidden=0.1), Attends), (partial(own, dropout=0.1), own)):
+        assert warned(built(make)) == first
+        assert not warned(built(make).eval())
+        assert not warned(built(none))
+        assert not warned(built(make), rank_seed=seed)
+    assert not warned(built(Attends, hidden=0.1), tp=1)
+
+    assert not warned(built(Attends, attention_dropout=0.1)) and not warned(built(Attends, attn_dropout=0.1))
+    assert warned(built(Attends, resid_dropout=0.1)) == first
+    assert warned(built(Attends, hidden=0.1, attention_dropout=0.1)) == first
+    assert not warned(built(own, attention_dropout=0.1))
+    assert not warned(built(own, dropout=0.1, sequence_parallel=True))
+    half = built(Attends, hidden=0.1)
+    half.after_attention.eval()
+    assert not warned(half)
+
+
+RATES = [
+    ("llama", {"attention_dropout": 0.1}, False),
+    ("gpt2", {"attn_pdrop": 0.1}, False),
+    ("gpt2", {"resid_pdrop": 0.1}, True),
+    ("gpt2", {"embd_pdrop": 0.1}, True),
+    ("bert", {"hidden_dropout_prob": 0.1}, True),
+]
+
+
+@pytest.mark.parametrize("name, rates, whole", RATES)
+def test_which_dropout_of_transformers_must_be_common(name, rates, whole):
+    pytest.importorskip("transformers")
+    model = build(name, **rates).train()
+    styles = match(model, auto_plan(model))
+    assert region.drops_whole(model, styles) == whole and region.has_dropout(model)
+    assert not region.drops_whole(model.eval(), styles) and region.has_dropout(model)
 
 
 def test_dropout_of_ranks_that_are_seeded_apart(workers, seed):

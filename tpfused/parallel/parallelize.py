@@ -64,8 +64,10 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     them too, unless there are fewer key-value heads than ranks, whose gradients lie on a mesh of their own:
     `tpfused.clip_grad_norm_` does then as well.
 
-    Warns, on the first rank of `mesh`, where the model has dropout and the ranks' generators are in different states:
-    what is whole on each rank must get the same dropout on all of them.
+    Warns, on the first rank of `mesh`, where the ranks' generators are in different states and the model, in training
+    mode, has dropout that may be on what is whole on each rank: that must be the same on all of them. Attention dropout
+    is on each rank's own heads, and a `ParallelTransformer`'s under sequence parallelism on its own tokens: they need
+    no common state. A model in eval mode, as transformers' `from_pretrained` leaves it, gives no warning.
 
     Returns:
         `model`.
@@ -84,12 +86,12 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     if isinstance(model, ParallelTransformer) and model.group.process_group is None and plan == "auto":
         check_same(params, group, partial(own.check, model, group.size))
         device = convert.Conversion(group).device
-        _compare_random_states(model.config.dropout > 0, group, device)
+        drops_whole = model.training and model.config.dropout > 0 and not model.config.sequence_parallel
+        _compare_random_states(drops_whole, group, device)
         own.split(model, mesh, device)
         return model
     styles = check_same(params, group, partial(_check, model, plan, group))
-    has_dropout = region.has_dropout(model)
-    _compare_random_states(has_dropout, group, convert.Conversion(group).device)
+    _compare_random_states(region.drops_whole(model, styles), group, convert.Conversion(group).device)
     modules, to = _conversions(model, group)
 
     # What a module counts may be its projections' to read: it comes after them.
@@ -105,19 +107,19 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     for name, style in styles.items():
         if style == "vocab_head":
             shard_logits(model, modules[name])
-    if has_dropout:
+    if region.has_dropout(model):  # in eval mode too: it may be trained later
         columns = {layer_of(name, modules) for name, style in styles.items() if style in convert.LEAVE_SHARDED}
         rows = {layer_of(name, modules) for name, style in styles.items() if style == "rowwise"}
         region.draw_apart(model, columns, rows, group)
     return model
 
 
-def _compare_random_states(has_dropout: bool, group: TPGroup, device: torch.device) -> None:
-    """One exchange, which all ranks make, whatever dropout each has."""
+def _compare_random_states(drops_whole: bool, group: TPGroup, device: torch.device) -> None:
+    """Warn where whole activations are dropped. One exchange, which all ranks make, whatever dropout each has."""
     if group.size == 1:
         return
     states = by_rank(state_of(device), group.process_group)
-    if has_dropout and group.rank == 0 and len(set(states.values())) > 1:
+    if drops_whole and group.rank == 0 and len(set(states.values())) > 1:
         warnings.warn(
             "the model has dropout, and its ranks' random generators are in different states: torch.manual_seed(the "
             "same on all ranks of the mesh) before training, or what is whole on each gets another dropout on each",

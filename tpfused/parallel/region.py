@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 
@@ -38,12 +39,32 @@ def draw_apart(model: nn.Module, columns: set[str], rows: set[str], group: TPGro
 
 def has_dropout(model: nn.Module) -> bool:
     """Whether some module keeps a positive dropout probability."""
-    for module in model.modules():
-        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
-            return True
-        if any("drop" in name and isinstance(value, float) and value > 0 for name, value in vars(module).items()):
+    return any(True for _ in _dropouts(model))
+
+
+def drops_whole(model: nn.Module, styles: Mapping[str, str]) -> bool:
+    """Whether a module in training mode has dropout that may be on what is whole on each rank.
+
+    All may, but what an "attention" module names for its probabilities (`attention_dropout`, `attn_dropout`): those are
+    of this rank's heads.
+    """
+    for name, module in _dropouts(model):
+        owner, _, own = name.rpartition(".")
+        if module.training and not (styles.get(owner) == "attention" and "att" in own):
             return True
     return False
+
+
+def _dropouts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The names of positive dropout probabilities, and whose they are: a dropout module's own name, or an attribute's
+    after its module's.
+    """
+    for name, module in model.named_modules():
+        if isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0:
+            yield name, module
+        for key, value in vars(module).items():
+            if "drop" in key and isinstance(value, float) and value > 0:
+                yield f"{name}.{key}", module
 
 
 def _enter(group: TPGroup, layer: nn.Module, args: tuple, output) -> None:
