@@ -20,6 +20,13 @@ def check_activation(activation: str | None, what: str = "activation") -> None:
         raise ValueError(f"{what} must be one of {known}, not {activation!r}")
 
 
+def check_booleans(**arguments: object) -> None:
+    """Refuse what is neither True nor False: "no" would count as yes."""
+    for name, value in arguments.items():
+        if not isinstance(value, bool):
+            raise TypeError(f"{name} must be True or False, not {value!r}")
+
+
 def check_backend(backend: str | None) -> None:
     if backend not in (None, "reference"):
         raise ValueError(f"backend must be None or 'reference', not {backend!r}")

@@ -225,23 +225,27 @@ def test_sparse_nested_and_8_bit_inputs_are_refused(workers, tp):
     workers.run(check_odd_inputs, tp)
 
 
+SIZES = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 4, "ffn_size": 8, "max_positions": 8}
+
+
 def test_numbers_that_make_no_sense_are_refused():
-    sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_size": 8, "max_positions": 8}
     alone = TPGroup(None, 0, 1)
     for eps in (-1, -1e-5, float("nan"), float("inf")):
         with refuses(ValueError, "norm_eps", eps):
-            ParallelTransformer(TransformerConfig.llama(**sizes, norm_eps=eps), group=alone)
+            ParallelTransformer(TransformerConfig.llama(**SIZES, norm_eps=eps), group=alone)
         with refuses(ValueError, "eps", eps):
             Norm("layernorm", 8, eps, group=alone)
     for eps in (None, "1e-5", True):
         with refuses(TypeError, "norm_eps", repr(eps)):
-            ParallelTransformer(TransformerConfig.llama(**sizes, norm_eps=eps), group=alone)
+            ParallelTransformer(TransformerConfig.llama(**SIZES, norm_eps=eps), group=alone)
     for error, theta in ((ValueError, 0), (ValueError, -1e4), (ValueError, float("inf")), (TypeError, "1e4")):
         with refuses(error, "rope_theta", theta):
-            ParallelTransformer(TransformerConfig.llama(**sizes, rope_theta=theta), group=alone)
+            ParallelTransformer(TransformerConfig.llama(**SIZES, rope_theta=theta), group=alone)
+        with refuses(error, "rope_theta", theta):
+            ParallelTransformer(TransformerConfig.gpt(**SIZES, rope_theta=theta), group=alone)
         with refuses(error, "rope_theta", theta):
             ParallelAttention(8, 2, rope_theta=theta, group=alone)
-    model = ParallelTransformer(TransformerConfig.llama(**sizes), group=alone)
+    model = ParallelTransformer(TransformerConfig.llama(**SIZES), group=alone)
     ids = torch.zeros(1, 2, dtype=torch.int64)
     for eos_id in (1.5, "2", True):
         with refuses(TypeError, "eos_id", repr(eos_id)):
@@ -256,7 +260,7 @@ LAYERS = {
     "embedding": lambda **options: VocabParallelEmbedding(5, 4, **options),
     "mlp": lambda **options: ParallelMLP(4, 8, **options),
     "gated": lambda **options: ParallelGatedMLP(4, 8, **options),
-    "attention": lambda **options: ParallelAttention(8, 2, **options),
+    "attention": lambda **options: ParallelAttention(8, 4, **options),
     "norm": lambda **options: Norm("rmsnorm", 4, **options),
 }
 
@@ -275,13 +279,43 @@ def test_arguments_of_another_kind_are_refused(layer, device):
             LAYERS[layer](dropout="0.1", **place)
 
 
+SWITCHES = {
+    "column": "bias gather_output sequence_parallel skip_bias_add accumulate_main_grad save_gathered",
+    "row": "bias input_is_parallel sequence_parallel skip_bias_add accumulate_main_grad",
+    "embedding": "sequence_parallel accumulate_main_grad",
+    "mlp": "bias sequence_parallel accumulate_main_grad save_gathered",
+    "gated": "bias sequence_parallel accumulate_main_grad save_gathered",
+    "attention": "bias causal sequence_parallel accumulate_main_grad save_gathered",
+}
+
+
+def check_switches(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    place = {"device": ctx.device, **block.place}
+    for value in ("no", 1, None):
+        for layer, names in SWITCHES.items():
+            for name in names.split():
+                with refuses(TypeError, f"{name} must be True or False", repr(value)):
+                    LAYERS[layer](**{name: value}, **place)
+        for name in (
+            "gated bias tie_embeddings causal sequence_parallel accumulate_main_grad save_gathered "
+            "checkpoint_activations"
+        ).split():
+            for kind in (ParallelTransformer, ParallelTransformerBlock):
+                with refuses(TypeError, f"{name} must be True or False", repr(value)):
+                    kind(TransformerConfig(**SIZES, **{name: value}), **place)
+
+
+def test_what_only_looks_like_a_boolean_is_refused(workers, tp):
+    workers.run(check_switches, tp)
+
+
 @pytest.mark.parametrize("kind", [ParallelTransformer, ParallelTransformerBlock])
 def test_configs_of_another_kind_are_refused(kind):
-    sizes = {"vocab_size": 9, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_size": 8, "max_positions": 8}
     alone = TPGroup(None, 0, 1)
     with refuses(TypeError, "config", "TransformerConfig", "dict"):
-        kind(sizes, group=alone)
+        kind(SIZES, group=alone)
     with refuses(TypeError, "dtype", "torch.dtype", "'bf16'"):
-        kind(TransformerConfig(**sizes), group=alone, dtype="bf16")
+        kind(TransformerConfig(**SIZES), group=alone, dtype="bf16")
     with refuses(TypeError, "attention_dropout", "None"):
-        kind(TransformerConfig(**sizes, attention_dropout=None), group=alone)
+        kind(TransformerConfig(**SIZES, attention_dropout=None), group=alone)

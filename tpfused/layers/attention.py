@@ -51,7 +51,7 @@ class ParallelAttention(nn.Module):
     Raises:
         ValueError: head counts that do not divide, a mask that does not broadcast, a cache of other sizes or where
             there can be none, and as `ColumnParallelLinear`.
-        TypeError: a mask that is neither boolean nor floating.
+        TypeError: a mask that is neither boolean nor floating; and as `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -76,6 +76,13 @@ class ParallelAttention(nn.Module):
         device=None,
         dtype=None,
     ):
+        checks.check_booleans(
+            bias=bias,
+            causal=causal,
+            sequence_parallel=sequence_parallel,
+            accumulate_main_grad=accumulate_main_grad,
+            save_gathered=save_gathered,
+        )
         super().__init__()
         self.group = resolve_group(group, mesh)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

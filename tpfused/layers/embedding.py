@@ -35,7 +35,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     Raises:
         ValueError: an id outside the vocabulary, ids on another device, a padding_idx outside the vocabulary.
-        TypeError: ids that are not integers.
+        TypeError: ids that are not integers; and as `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -55,6 +55,7 @@ class VocabParallelEmbedding(ParallelModule):
         device=None,
         dtype=None,
     ):
+        checks.check_booleans(sequence_parallel=sequence_parallel, accumulate_main_grad=accumulate_main_grad)
         super().__init__(group, mesh)
         check_size(num_embeddings, "num_embeddings")
         check_size(embedding_dim, "embedding_dim")

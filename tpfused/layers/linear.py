@@ -56,7 +56,7 @@ class ColumnParallelLinear(LinearParameters):
         ValueError: a wrong number of features, another device, tokens that do not fit `total_len`, an activation
             together with `skip_bias_add`.
         TypeError: an input of another dtype than the weight's (outside autocast); a dtype that is no torch.dtype, an
-            init_method that is no function.
+            init_method that is no function of one tensor, a switch that is neither True nor False.
     """
 
     def __init__(
@@ -79,6 +79,14 @@ class ColumnParallelLinear(LinearParameters):
         device=None,
         dtype=None,
     ):
+        checks.check_booleans(
+            bias=bias,
+            gather_output=gather_output,
+            sequence_parallel=sequence_parallel,
+            skip_bias_add=skip_bias_add,
+            accumulate_main_grad=accumulate_main_grad,
+            save_gathered=save_gathered,
+        )
         checks.check_activation(activation)
         checks.check_backend(backend)
         checks.check_sequence_dim(sequence_dim)
@@ -246,6 +254,13 @@ class RowParallelLinear(LinearParameters):
         device=None,
         dtype=None,
     ):
+        checks.check_booleans(
+            bias=bias,
+            input_is_parallel=input_is_parallel,
+            sequence_parallel=sequence_parallel,
+            skip_bias_add=skip_bias_add,
+            accumulate_main_grad=accumulate_main_grad,
+        )
         checks.check_backend(backend)
         checks.check_sequence_dim(sequence_dim)
         super().__init__(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
@@ -94,8 +94,11 @@ class TransformerConfig:
 
         Raises:
             ValueError: names the numbers.
-            TypeError: sizes that are not integers, probabilities that are not numbers.
+            TypeError: sizes that are not integers, probabilities that are not numbers, switches that are neither True
+            nor False.
         """
+        switches = [field.name for field in fields(self) if field.type == "bool"]
+        checks.check_booleans(**{name: getattr(self, name) for name in switches})
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
             check_size(getattr(self, name), name)
         _check_choice("positions", self.positions, ("learned", "rotary"))
@@ -111,10 +114,8 @@ class TransformerConfig:
         else:
             checks.check_activation(self.activation)
         kv_heads = self.num_heads if self.num_kv_heads is None else self.num_kv_heads
-        rotary = self.positions == "rotary"
-        if rotary:
-            checks.check_rope_theta(self.rope_theta)
-        check_heads(self.hidden_size, self.num_heads, kv_heads, self.head_dim, ranks, rotary)
+        checks.check_rope_theta(self.rope_theta)
+        check_heads(self.hidden_size, self.num_heads, kv_heads, self.head_dim, ranks, self.positions == "rotary")
 
 
 class PositionEmbedding(ParallelModule):
