@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -202,9 +203,25 @@ class LinearParameters(ParallelModule):
 def init_weight(whole: Tensor, init_method: Callable[[Tensor], object] | None) -> None:
     """Fill a whole ``[out, in]`` weight: `init_method`, or what `nn.Linear` does."""
     if init_method is not None:
-        init_method(whole)
+        fill_in_place(whole, init_method)
     else:
         nn.init.kaiming_uniform_(whole, a=math.sqrt(5))
+
+
+def fill_in_place(whole: Tensor, init_method: Callable[[Tensor], object]) -> None:
+    """Fill a whole weight by the user's function.
+
+    Raises:
+        ValueError: it returned a new tensor, as a function does that leaves the given one as it was, uninitialised.
+    """
+    returned = init_method(whole)
+    # torch.nn.init's return the given tensor itself, and a view of it is well too: lambda weight: weight.t().normal_()
+    if isinstance(returned, Tensor) and returned.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
+        raise ValueError(
+            f"init_method must fill the tensor that it is given in place, and return that or None: "
+            f"{_name_of(init_method)} returned a new tensor of shape {tuple(returned.shape)}, given one of "
+            f"{tuple(whole.shape)}"
+        )
 
 
 @torch.no_grad()
@@ -224,11 +241,28 @@ def empty_on(param: nn.Parameter, device: torch.device | str) -> nn.Parameter:
 
 
 def check_init_method(init_method: Callable[[Tensor], object] | None) -> None:
-    if init_method is not None and not callable(init_method):
+    if init_method is None:
+        return
+    if not callable(init_method):
         raise TypeError(
             f"init_method must be a function that fills a tensor in place, as torch.nn.init.xavier_uniform_, or None, "
             f"not {init_method!r}"
         )
+    try:
+        signature = inspect.signature(init_method)
+    except ValueError:  # some built-in functions have none
+        return
+    try:
+        signature.bind(None)
+    except TypeError as error:
+        raise TypeError(
+            f"init_method is called with one tensor, to fill in place, but {_name_of(init_method)} takes {signature}: "
+            f"{error}"
+        ) from None
+
+
+def _name_of(function: Callable) -> str:
+    return getattr(function, "__qualname__", None) or repr(function)
 
 
 def check_size(size: int, what: str) -> None:

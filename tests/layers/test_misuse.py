@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+from functools import partial
 
 import pytest
 import torch
@@ -277,6 +278,39 @@ def test_arguments_of_another_kind_are_refused(layer, device):
     if layer == "attention":
         with refuses(TypeError, "dropout", "'0.1'"):
             LAYERS[layer](dropout="0.1", **place)
+
+
+def draw(std):
+    return torch.randn(4, 4) * std
+
+
+def fill_and_return_nothing(weight):
+    weight.fill_(1.0)
+
+
+@pytest.mark.parametrize("layer", [layer for layer in LAYERS if layer != "norm"])
+def test_init_methods_that_cannot_fill_a_weight_are_refused(layer):
+    alone = {"group": TPGroup(None, 0, 1)}
+    for init_method, told in (
+        (lambda: torch.zeros(4), "<lambda> takes ()"),
+        (nn.init.constant_, "missing a required argument: 'val'"),
+        (partial(draw, std=1.0), "takes (*, std=1.0)"),
+    ):
+        for device in ("cpu", "meta"):
+            with refuses(TypeError, "init_method", told):
+                LAYERS[layer](init_method=init_method, device=device, **alone)
+    for init_method in (torch.zeros_like, lambda weight: weight + 1, lambda weight: weight.clone().normal_()):
+        with refuses(ValueError, "init_method", "in place", "new tensor of shape"):
+            LAYERS[layer](init_method=init_method, **alone)
+    for init_method in (
+        nn.init.ones_,
+        partial(nn.init.constant_, val=1.0),
+        lambda weight: weight.t().fill_(1.0),
+        lambda weight: weight.data.fill_(1.0),
+        fill_and_return_nothing,
+    ):
+        for name, param in LAYERS[layer](init_method=init_method, **alone).named_parameters():
+            assert (param == ("weight" in name)).all()
 
 
 SWITCHES = {

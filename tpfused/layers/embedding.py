@@ -13,7 +13,7 @@ from tpfused.kernels.embedding import embedding
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.ids import IdCheck, check_mode
 from tpfused.main_grad import into_main_grad
-from tpfused.parameter import ParallelModule, check_init_method, check_size, local
+from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place, local
 from tpfused.sharding import shard_range
 
 
@@ -93,7 +93,7 @@ class VocabParallelEmbedding(ParallelModule):
             device=local(self.weight).device,
             dtype=self.weight.dtype,
         )
-        self.init_method(whole)
+        fill_in_place(whole, self.init_method)
         if self.padding_idx is not None:
             whole[self.padding_idx] = 0
         self.fill_parameter("weight", whole)

@@ -34,8 +34,9 @@ class ColumnParallelLinear(LinearParameters):
             is reduce-scattered. Otherwise the input is whole on each rank and its gradient is all-reduced.
         activation: None, "gelu" (erf), "gelu_tanh", "relu" or "silu", applied to the output.
         skip_bias_add: return ``(x @ weight.T, bias)`` for a kernel that adds the bias later.
-        init_method: fills the whole ``[out, in]`` weight in place; the bias is then zero. None: `nn.Linear`'s
-            initialisation. Either way the ranks' shards are slices of one tensor, the same at every degree.
+        init_method: fills the whole ``[out, in]`` weight in place, and returns that or None, as torch.nn.init's
+            functions do; the bias is then zero. None: `nn.Linear`'s initialisation. Either way the ranks' shards are
+            slices of one tensor, the same at every degree.
         sequence_dim: the token dimension that sequence parallelism splits.
         backend: None: the fastest way measured. "reference" forces the plain path, torch's matmuls and collectives, as
             ``with tpfused.tier("reference"):`` does for all layers called inside.
@@ -54,7 +55,7 @@ class ColumnParallelLinear(LinearParameters):
 
     Raises:
         ValueError: a wrong number of features, another device, tokens that do not fit `total_len`, an activation
-            together with `skip_bias_add`.
+            together with `skip_bias_add`, an init_method that returns a new tensor.
         TypeError: an input of another dtype than the weight's (outside autocast); a dtype that is no torch.dtype, an
             init_method that is no function of one tensor, a switch that is neither True nor False.
     """
