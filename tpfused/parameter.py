@@ -55,10 +55,11 @@ class ParallelModule(nn.Module):
         Raises:
             TypeError: a dtype that is not a floating-point torch.dtype of at least 16 bits.
         """
-        if dtype is not None and not isinstance(dtype, torch.dtype):
-            raise TypeError(f"{type(self).__name__}: dtype must be a torch.dtype, as torch.bfloat16, not {dtype!r}")
-        if dtype is not None and not (dtype.is_floating_point and dtype.itemsize >= 2):
-            raise TypeError(f"{type(self).__name__}: parameters are floating-point of at least 16 bits, not {dtype}")
+        is_dtype = isinstance(dtype, torch.dtype)
+        if dtype is not None and not (is_dtype and dtype.is_floating_point and dtype.itemsize >= 2):
+            raise TypeError(
+                f"dtype must be a floating-point torch.dtype of at least 16 bits, as torch.bfloat16, not {dtype!r}"
+            )
         group = group or self.group
         mesh = self.group.mesh
         if device is None and mesh is not None:

@@ -218,7 +218,7 @@ def check_odd_inputs(ctx, tp):
         vocab_parallel_cross_entropy(torch.ones(2, 2, 4, device=ctx.device).to_sparse(), ids, group=block.group)
     for dtype in (torch.float8_e4m3fn, torch.int32):
         for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
-            with refuses(TypeError, kind.__name__, dtype):
+            with refuses(TypeError, "dtype must be", dtype):
                 kind(8, 8, dtype=dtype, **place)
 
 
@@ -311,6 +311,36 @@ def test_init_methods_that_cannot_fill_a_weight_are_refused(layer):
     ):
         for name, param in LAYERS[layer](init_method=init_method, **alone).named_parameters():
             assert (param == ("weight" in name)).all()
+
+
+def check_names_in_errors(ctx, tp):
+    """A layer built of others is the one that errors name."""
+    block = Block(ctx, tp, "group", 0)
+    options = {"device": ctx.device, **block.place}
+    for layer, sizes in (
+        (ParallelMLP, (8, 16)),
+        (ParallelGatedMLP, (8, 16)),
+        (ParallelAttention, (8, 4)),
+        (ParallelAttention, (8, 4, 1)),
+    ):
+        made, name = layer(*sizes, **options), f"{layer.__name__}: "
+        x = block.randn(3, 2, 8).float()
+        with refuses(ValueError, name, 8, (3, 2, 5)):
+            made(x[..., :5])
+        with refuses(TypeError, name, "float64"):
+            made(x.double())
+        with refuses(ValueError, name, "total_len 3"):
+            made(x, total_len=3)
+        with refuses(ValueError, name, "total_len 99"):
+            layer(*sizes, sequence_parallel=True, **options)(x, total_len=99)
+        with refuses(ValueError, name, "`then`"):
+            made(x, residual=x, then=(x, None))
+        with refuses(TypeError, "dtype must be", "int8"):
+            layer(*sizes, dtype=torch.int8, **options)
+
+
+def test_errors_name_the_layer_that_was_built(workers, tp):
+    workers.run(check_names_in_errors, tp)
 
 
 SWITCHES = {

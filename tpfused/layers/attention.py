@@ -115,6 +115,7 @@ class ParallelAttention(nn.Module):
             self.packed_children["qkv"] = packing
             column = {**place, **parallel, "save_gathered": save_gathered}
             self.qkv = PackedColumnParallelLinear(hidden_size, (rows, kv_rows, kv_rows), packing, bias, **column)
+            self.qkv.called = "ParallelAttention"
         else:
             shared_place = {**place, "shard_group": with_replicas(self.group, self.kv_replicas)}
             self.q = LinearParameters(hidden_size, rows, bias, 0, **place)
@@ -123,6 +124,7 @@ class ParallelAttention(nn.Module):
             for part in (self.q, self.k, self.v):
                 part.accumulate_main_grad = accumulate_main_grad
         self.out = RowParallelLinear(rows, hidden_size, bias, **place, **parallel)
+        self.out.called = "ParallelAttention"
 
     def forward(
         self,
@@ -193,6 +195,7 @@ class ParallelAttention(nn.Module):
             total_len=total_len,
             backend=self.out.backend,
             save_gathered=self.save_gathered,
+            layer="ParallelAttention",
         )
 
     def _heads(self, qkv: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:

@@ -60,6 +60,8 @@ class ColumnParallelLinear(LinearParameters):
             init_method that is no function of one tensor, a switch that is neither True nor False.
     """
 
+    called = "ColumnParallelLinear"  # in errors of forward: a layer built of this one gives it its own name
+
     def __init__(
         self,
         in_features: int,
@@ -130,6 +132,7 @@ class ColumnParallelLinear(LinearParameters):
             backend=self.backend,
             main_grad=main_grad,
             save_gathered=self.save_gathered,
+            layer=self.called,
         )
         if not self.skip_bias_add:
             return out
@@ -155,9 +158,12 @@ def column_forward(
     backend: str | None = None,
     main_grad: Tensor | None = None,
     save_gathered: bool = False,
+    layer: str = ColumnParallelLinear.called,
 ) -> Tensor:
-    """A column-parallel layer's checks and computation with these local weights; `sequence_dim` None: x is whole."""
-    layer = "ColumnParallelLinear"
+    """A column-parallel layer's checks and computation with these local weights; `sequence_dim` None: x is whole.
+
+    `layer`: whose errors these are.
+    """
     checks.check_input(x, weight.shape[1], weight, layer)
     if sequence_dim is not None:
         sequence_dim = checks.token_dim(x, sequence_dim, layer)
@@ -237,6 +243,8 @@ class RowParallelLinear(LinearParameters):
     ValueError for `then` or `residual` where it can't be.
     """
 
+    called = "RowParallelLinear"  # as in `ColumnParallelLinear`
+
     def __init__(
         self,
         in_features: int,
@@ -289,15 +297,15 @@ class RowParallelLinear(LinearParameters):
         and what normalises it: -> its sum with the output, and that normalised, as `matmul_all_reduce_norm`; without
         sequence parallelism or `skip_bias_add`."""
         if residual is not None and (then is not None or self.skip_bias_add):
-            raise ValueError("RowParallelLinear: a residual goes with neither `then` nor skip_bias_add")
+            raise ValueError(f"{self.called}: a residual goes with neither `then` nor skip_bias_add")
         if then is not None:
             return self._forward_norm(x, *then)
         weight, main_grad = self.weight_and_main_grad()
         features = self.in_features
         if self.input_is_parallel:
             features = shard_size(self.in_features, self.group.size, self.group.rank)
-        checks.check_input(x, features, weight, "RowParallelLinear")
-        dim = checks.token_dim(x, self.sequence_dim, "RowParallelLinear") if self.sequence_parallel else None
+        checks.check_input(x, features, weight, self.called)
+        dim = checks.token_dim(x, self.sequence_dim, self.called) if self.sequence_parallel else None
         bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         added = None if self.skip_bias_add else bias
         if self.backend == "reference":
@@ -324,12 +332,12 @@ class RowParallelLinear(LinearParameters):
 
     def _forward_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if self.sequence_parallel or self.skip_bias_add:
-            raise ValueError("RowParallelLinear: `then` is for sequence_parallel=False and skip_bias_add=False")
+            raise ValueError(f"{self.called}: `then` is for sequence_parallel=False and skip_bias_add=False")
         if self.backend == "reference" or not self.input_is_parallel or torch.is_grad_enabled():
             total = residual + self.forward(x)
             return total, norm(total)
         weight, bias = self.local("weight"), self.replicated("bias", sharded_tokens=False)
-        checks.check_input(x, weight.shape[1], weight, "RowParallelLinear")
+        checks.check_input(x, weight.shape[1], weight, self.called)
         operands = norm.operands()
         return matmul_all_reduce_norm(
             x, weight, bias, residual, operands, in_features=self.in_features, group=self.group

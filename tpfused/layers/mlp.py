@@ -63,6 +63,7 @@ class ParallelMLP(nn.Module):
         column = {**common, "save_gathered": save_gathered}
         self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **column)
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
+        self.fc1.called = self.fc2.called = "ParallelMLP"
 
     def forward(
         self,
@@ -119,6 +120,7 @@ class ParallelGatedMLP(nn.Module):
         column = {**common, "save_gathered": save_gathered}
         self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **column)
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, **common)
+        self.gate_up.called = self.down.called = "ParallelGatedMLP"
 
     def forward(
         self,
