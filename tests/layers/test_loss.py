@@ -258,15 +258,21 @@ def check_refusals(ctx, tp, backend):
     for bad in (tp * width, -1, -101):
         with refuses(ValueError, bad, tp * width):
             loss(target=target.index_fill(0, torch.tensor([2], device=ctx.device), bad), check="sync")
-    for smoothing in (-0.1, 1.5):
-        with refuses(ValueError, smoothing):
-            loss(label_smoothing=smoothing)
-    with refuses(ValueError, "median"):
-        loss(reduction="median")
-    with refuses(ValueError, "triton"):
-        loss(backend="triton")
-    with refuses(ValueError, "later"):
-        loss(check="later")
+    for error, name, values in (
+        (ValueError, "vocab_size", (0, -13)),
+        (TypeError, "vocab_size", (True, 13.0, "13")),
+        (ValueError, "label_smoothing", (-0.1, 1.5, float("nan"))),
+        (TypeError, "label_smoothing", (True, "0.1", None)),
+        (ValueError, "z_loss", (-0.1, float("inf"), float("nan"))),
+        (TypeError, "z_loss", (True, "0.1", None)),
+        (TypeError, "ignore_index", (True, -100.0, None)),
+        (ValueError, "reduction", ("median", None, 1, ["mean"])),
+        (ValueError, "check", ("later", True, None)),
+        (ValueError, "backend", ("triton", True)),
+    ):
+        for value in values:
+            with refuses(error, name, value):
+                loss(**{name: value})
     with refuses(TypeError, "str"):
         vocab_parallel_cross_entropy(logits, target, group="tp")
     with refuses(TypeError, "list"):

@@ -49,7 +49,7 @@ def vocab_parallel_cross_entropy(
             gathered logits are taken for shards. The ranks compare their widths when a size (without one, a width) is
             new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says.
         label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
-        z_loss: the weight of ``log(Z)**2``, added to each token's loss.
+        z_loss: the weight of ``log(Z)**2``, added to each token's loss; at least 0.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
         check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN. What
             is told at once, on the CPU or with "sync", all ranks are told, in one small all-reduce. "async" on a GPU
@@ -70,7 +70,7 @@ def vocab_parallel_cross_entropy(
     """
     checks.check_backend(backend)
     group = resolve_group(group)
-    vocab_size = _check_arguments(logits, target, vocab_size, ignore_index, label_smoothing, reduction, group)
+    vocab_size = _check_arguments(logits, target, vocab_size, ignore_index, label_smoothing, z_loss, reduction, group)
     if overwrite_logits and logits.is_leaf and logits.requires_grad:
         raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
@@ -134,6 +134,7 @@ def _check_arguments(
     vocab_size: int | None,
     ignore_index: int,
     label_smoothing: float,
+    z_loss: float,
     reduction: str,
     group: TPGroup,
 ) -> int:
@@ -142,7 +143,7 @@ def _check_arguments(
     if not isinstance(target, Tensor):
         raise TypeError(f"labels must be a tensor, not {type(target).__name__}")
     checks.check_dense(target, "vocab_parallel_cross_entropy", "the labels")
-    if not isinstance(ignore_index, int):
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
         raise TypeError(f"ignore_index must be an integer, not {ignore_index!r}")
     if target.dtype != torch.int64:
         raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
@@ -153,8 +154,12 @@ def _check_arguments(
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"not {tuple(target.shape)}"
         )
+    checks.check_number(label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
+    checks.check_number(z_loss, "z_loss")
+    if not 0.0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss must be at least 0, and finite, not {z_loss}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
     return whole_vocabulary(logits, vocab_size, group, "vocab_parallel_cross_entropy")
