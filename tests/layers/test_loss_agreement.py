@@ -127,6 +127,26 @@ def check_refused_by_one(ctx, tp):
         vocab_parallel_cross_entropy(shard, target, vocab_size=vocab_size, group=block.group)
 
 
+def check_known_sizes(ctx, tp):
+    """Sizes that differ, but are known to all, raise on all ranks where labels are checked at once."""
+    block = Block(ctx, tp, "group", 0)
+    target = torch.zeros(6, dtype=torch.int64, device=block.device)
+
+    def loss(vocab_size, check):
+        width = shard_sizes(vocab_size, tp)[block.rank]
+        return vocab_parallel_cross_entropy(
+            block.randn(6, width), target, vocab_size=vocab_size, check=check, group=block.group
+        )
+
+    size = 59 * tp
+    for check in ("async", "sync") if ctx.device.type == "cpu" else ("sync",):
+        loss(size, check)
+        loss(size - 1, check)
+        for odd in (0, tp - 1):
+            with refuses(ValueError, "labels", "different sizes", f"from {size - 1} to {size}"):
+                loss(size - (block.rank == odd), check)
+
+
 def check_forgotten_later(ctx, tp):
     """Where one rank's width is known by then, DETAIL tells."""
     block = Block(ctx, tp, "group", 0)
@@ -196,6 +216,11 @@ def test_a_rank_that_waits_alone_is_told_what_for(workers):
 @several_ranks
 def test_other_arguments_that_one_rank_refuses_are_told_to_all(workers, tp):
     workers.run(check_refused_by_one, tp)
+
+
+@several_ranks
+def test_known_sizes_that_differ_are_refused(workers, tp):
+    workers.run(check_known_sizes, tp)
 
 
 @several_ranks

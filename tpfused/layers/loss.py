@@ -48,7 +48,9 @@ def vocab_parallel_cross_entropy(
         target: int64 ``[...]``, global ids, the same on every rank; `ignore_index` marks tokens left out.
         vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are equally wide, and
             gathered logits are taken for shards. The ranks compare their widths when a size (without one, a width) is
-            new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says.
+            new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says. Later, of sizes that differ between
+            ranks, all are told where labels are checked at once; elsewhere the kernels give at least one rank NaN, loss
+            and gradient.
         label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
         z_loss: the weight of ``log(Z)**2``, added to each token's loss; at least 0.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
@@ -66,7 +68,7 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: logits of the wrong width on some rank (gathered ones, say), widths that differ between ranks
-            without `vocab_size`, shapes that do not match, a label outside the vocabulary, a number out
+            without `vocab_size`, sizes that do, shapes that do not match, a label outside the vocabulary, a number out
             of range.
         TypeError: labels that are not int64, logits that are not floating or of 8 bits, numbers that are none.
 

@@ -44,7 +44,8 @@ def whole_vocabulary(
 
     - Where it is new to some ranks only, as they give different ones, those wait for their process group's time-out.
     - Where they give different ones, each of them known by then, nothing is compared here, and a result may be wrong
-      without a word. Under DETAIL all ranks raise.
+      without a word. Under DETAIL all ranks raise. Of the cross entropy they do wherever labels are checked at once,
+      and its kernels give NaN on some rank; its plain path otherwise, and the argmax, tell nothing.
     - Where one rank's logits do not fit a `vocab_size` that is known, or it is `refused` other arguments, that rank
       raises alone.
 
