@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tpfused.group import TPGroup
+from tpfused.parameter import check_size
 from tpfused.reference import autocast_dtype
 from tpfused.sharding import shard_size
 
@@ -68,12 +69,17 @@ def check_logits(logits: Tensor, vocab_size: int | None, operation: str) -> None
     if not isinstance(logits, Tensor):
         raise TypeError(f"{operation}: logits must be a tensor, not {type(logits).__name__}")
     check_dense(logits, operation, "the logits")
-    if vocab_size is not None and not isinstance(vocab_size, int):
-        raise TypeError(f"{operation}: vocab_size must be an integer, not {vocab_size!r}")
+    if vocab_size is not None:
+        check_size(vocab_size, f"{operation}: vocab_size")
     if not logits.is_floating_point() or logits.dtype.itemsize < 2:
         raise TypeError(f"{operation}: logits must be floating-point of at least 16 bits, not {logits.dtype}")
     if logits.ndim < 1:
         raise ValueError(f"{operation}: logits must have a vocabulary dimension, got a single number")
+
+
+def check_number(number: float, what: str) -> None:
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise TypeError(f"{what} must be a number, not {number!r}")
 
 
 def check_dense(x: Tensor, layer: str, what: str) -> None:

@@ -99,7 +99,8 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: dist.ProcessGr
     Args:
         logits: ``[..., vocabulary shard]``, floating.
         vocab_size: of the whole vocabulary, split as `tpfused.sharding` says, evenly or not. The ranks compare the
-            widths of their logits when a size is new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says.
+            widths of their logits when a size is new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says:
+            sizes that differ between ranks, but are known to each, give wrong ids.
         group: the ProcessGroup over which it is split; None: the default one.
 
     Returns:

@@ -34,10 +34,12 @@ def check_argmax_refusals(ctx, tp):
     for wrong in {own + 1, 13} - {own}:
         with refuses(ValueError, "vocab_parallel_argmax", 13, own, wrong):
             vocab_parallel_argmax(torch.zeros(2, wrong, device=ctx.device), 13, block.group)
-    with refuses(ValueError, "vocab_size", 0):
-        vocab_parallel_argmax(logits, 0, block.group)
-    with refuses(TypeError, "vocab_size", "13.0"):
-        vocab_parallel_argmax(logits, 13.0, block.group)
+    for few in (0, -13):
+        with refuses(ValueError, "vocab_size", "at least 1", few):
+            vocab_parallel_argmax(logits, few, block.group)
+    for odd in (13.0, True, "13", None):
+        with refuses(TypeError, "vocab_size", repr(odd)):
+            vocab_parallel_argmax(logits, odd, block.group)
     with refuses(TypeError, torch.int64):
         vocab_parallel_argmax(logits.long(), 13, block.group)
     with refuses(TypeError, "list"):

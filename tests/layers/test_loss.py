@@ -203,6 +203,30 @@ def check_unchecked_labels(ctx, tp, seed, backend):
         assert shard.grad[3:].isnan().all()
 
 
+def check_known_sizes(ctx, tp, seed):
+    """Of sizes that differ between ranks, all known and right for their widths, some rank can't miss it."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+
+    def losses(shard, target, vocab_size):
+        options = {"vocab_size": vocab_size, "reduction": "none", "check": "off", "group": block.group}
+        return vocab_parallel_cross_entropy(shard, target, **options)
+
+    size = 7 * tp
+    for vocab_size in (size - 1, size):
+        logits, target = draw(block, vocab_size, (5,))
+        assert not losses(block.own(logits, -1), target, vocab_size).isnan().any()
+    shard = block.own(logits, -1).detach().requires_grad_()
+    found = losses(shard, target, size - (block.rank == 0))
+    assert runs_kernels(found)
+    (grad,) = torch.autograd.grad(found.sum(), shard)
+    if block.rank == 0:
+        ignored = target == -100
+        assert torch.equal(found.isnan(), ~ignored) and torch.equal(grad.isnan().all(-1), ~ignored)
+    else:
+        assert_close(found, dense_loss(logits, target, reduction="none"))
+
+
 def check_compiled(ctx, tp, seed, backend):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
@@ -258,15 +282,21 @@ def check_refusals(ctx, tp, backend):
     for bad in (tp * width, -1, -101):
         with refuses(ValueError, bad, tp * width):
             loss(target=target.index_fill(0, torch.tensor([2], device=ctx.device), bad), check="sync")
-    for smoothing in (-0.1, 1.5):
-        with refuses(ValueError, smoothing):
-            loss(label_smoothing=smoothing)
-    with refuses(ValueError, "median"):
-        loss(reduction="median")
-    with refuses(ValueError, "triton"):
-        loss(backend="triton")
-    with refuses(ValueError, "later"):
-        loss(check="later")
+    for error, name, values in (
+        (ValueError, "vocab_size", (0, -13)),
+        (TypeError, "vocab_size", (True, 13.0, "13")),
+        (ValueError, "label_smoothing", (-0.1, 1.5, float("nan"))),
+        (TypeError, "label_smoothing", (True, "0.1", None)),
+        (ValueError, "z_loss", (-0.1, float("inf"), float("nan"))),
+        (TypeError, "z_loss", (True, "0.1", None)),
+        (TypeError, "ignore_index", (True, -100.0, None)),
+        (ValueError, "reduction", ("median", None, 1, ["mean"])),
+        (ValueError, "check", ("later", True, None)),
+        (ValueError, "backend", ("triton", True)),
+    ):
+        for value in values:
+            with refuses(error, name, value):
+                loss(**{name: value})
     with refuses(TypeError, "str"):
         vocab_parallel_cross_entropy(logits, target, group="tp")
     with refuses(TypeError, "list"):
@@ -324,6 +354,11 @@ def test_bad_labels_without_a_synchronisation(workers, tp, backend):
 
 def test_unchecked_labels_outside_the_vocabulary_give_nan(workers, tp, seed, backend):
     workers.run(check_unchecked_labels, tp, seed, backend)
+
+
+@pytest.mark.parametrize("tp", [2, 4], indirect=True)
+def test_kernels_give_nan_where_ranks_differ_in_the_size(workers, tp, seed):
+    workers.run(check_known_sizes, tp, seed)
 
 
 def test_compiles_into_one_graph(workers, tp, seed, backend):

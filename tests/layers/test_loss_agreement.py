@@ -86,15 +86,65 @@ def check_wrong_size(ctx, tp, seed):
 
 
 def check_alone(ctx):
-    """Whoever waits for ranks to which their own size is known, is told what for."""
+    """Whoever waits for ranks that do not come, is told what for, or what it has done itself."""
     group = dist.new_group(timeout=timedelta(seconds=1))
+
+    def loss(**options):
+        target = torch.zeros(2, dtype=torch.int64)
+        return vocab_parallel_cross_entropy(torch.ones(2, 3), target, vocab_size=3 * ctx.world, group=group, **options)
+
     if ctx.rank == 0:
         with pytest.raises(RuntimeError) as told:
-            vocab_parallel_cross_entropy(
-                torch.ones(2, 3), torch.zeros(2, dtype=torch.int64), vocab_size=3 * ctx.world, group=group
-            )
-        assert f"vocab_size {3 * ctx.world} of 3 entries" in told.value.__notes__[0]
+            loss()
+        (note,) = told.value.__notes__
+        assert f"vocab_size {3 * ctx.world} of 3 entries" in note and "refused its arguments, or has died" in note
+        with pytest.raises(ValueError, match="median"):
+            loss(reduction="median")
     dist.barrier()
+
+
+def check_refused_by_one(ctx, tp):
+    """At the first call of a size, all ranks hear of other arguments that one of them is refused."""
+    block = Block(ctx, tp, "group", 0)
+    target = torch.zeros(6, dtype=torch.int64, device=block.device)
+    last = dist.get_process_group_ranks(block.group)[-1]
+    for vocab_size in (47 * tp, None):
+        shard = block.randn(6, 53 if vocab_size is None else 47).requires_grad_()
+        for error, told, bad in (
+            (ValueError, (5,), {"target": target[:5]}),
+            (TypeError, "float32", {"target": target.float()}),
+            (TypeError, "list", {"target": [0] * 6}),
+            (ValueError, "median", {"reduction": "median"}),
+            (ValueError, "later", {"check": "later"}),
+            (ValueError, "triton", {"backend": "triton"}),
+            (ValueError, -0.5, {"z_loss": -0.5}),
+            (ValueError, "leaf", {"overwrite_logits": True}),
+        ):
+            whose = () if block.rank == tp - 1 else (f"rank {last} raised {error.__name__}",)
+            with refuses(error, told, *whose):
+                options = {"target": target} | (bad if block.rank == tp - 1 else {})
+                vocab_parallel_cross_entropy(shard, **options, vocab_size=vocab_size, group=block.group)
+        vocab_parallel_cross_entropy(shard, target, vocab_size=vocab_size, group=block.group)
+
+
+def check_known_sizes(ctx, tp):
+    """Sizes that differ, but are known to all, raise on all ranks where labels are checked at once."""
+    block = Block(ctx, tp, "group", 0)
+    target = torch.zeros(6, dtype=torch.int64, device=block.device)
+
+    def loss(vocab_size, check):
+        width = shard_sizes(vocab_size, tp)[block.rank]
+        return vocab_parallel_cross_entropy(
+            block.randn(6, width), target, vocab_size=vocab_size, check=check, group=block.group
+        )
+
+    size = 59 * tp
+    for check in ("async", "sync") if ctx.device.type == "cpu" else ("sync",):
+        loss(size, check)
+        loss(size - 1, check)
+        for odd in (0, tp - 1):
+            with refuses(ValueError, "labels", "different sizes", f"from {size - 1} to {size}"):
+                loss(size - (block.rank == odd), check)
 
 
 def check_forgotten_later(ctx, tp):
@@ -161,6 +211,16 @@ def test_a_rank_that_waits_alone_is_told_what_for(workers):
     if workers.world == 1 or workers.device != "cpu":
         pytest.skip("needs other ranks, and a process group whose time-out raises")
     workers.run(check_alone)
+
+
+@several_ranks
+def test_other_arguments_that_one_rank_refuses_are_told_to_all(workers, tp):
+    workers.run(check_refused_by_one, tp)
+
+
+@several_ranks
+def test_known_sizes_that_differ_are_refused(workers, tp):
+    workers.run(check_known_sizes, tp)
 
 
 @several_ranks

@@ -94,15 +94,20 @@ def _loss_kernel(
     exp_sum = tl.zeros((BLOCK,), COMPUTE)
     target_logit = tl.zeros((BLOCK,), COMPUTE)
     below = tl.zeros((BLOCK,), COMPUTE)
+    counted = tl.zeros((BLOCK,), tl.int64)
     for part in range(parts):
         at = stats_ptr + part * 5 * tokens + token
         part_top = tl.load(at, mask=inside, other=0.0)
         exp_sum += tl.load(at + tokens, mask=inside, other=0.0) * tl.exp(part_top - finite_top)
         target_logit += tl.load(at + 2 * tokens, mask=inside, other=0.0)
         count = tl.load(at + 4 * tokens, mask=inside, other=0.0)
+        counted += count.to(tl.int64)
         below += tl.load(at + 3 * tokens, mask=inside, other=0.0)
         below += tl.where(count > 0, count * (part_top - finite_top), 0.0)
     log_sum = tl.log(exp_sum)
+    # Ranks that give different vocabulary sizes may each find their own width right. They cannot all find the sum of
+    # the widths right, and whoever does not takes neither loss nor gradient. Counts beyond 2**24 are rounded.
+    log_sum = tl.where(tl.abs(counted - vocab_size) > vocab_size // (1 << 24), float("nan"), log_sum)
     log_z = top + log_sum
     target = tl.load(target_ptr + token, mask=inside, other=0)
     # The maximum less the target's logit is exact, or nearly, where log_z has lost the digits of log_sum.
@@ -189,7 +194,7 @@ def _loss(
 
     log(Z) is ``[2, tokens]``: the maximum, and the logarithm of the sum below it. Their sum is what is meant, but it
     rounds the smaller one to the spacing of the larger. An ignored token's loss is 0, one with a label outside the
-    vocabulary NaN.
+    vocabulary NaN. Where the parts are not of `vocab_size` logits together, all others' are NaN, and their gradients.
     """
     parts, _, tokens = stats.shape
     out = torch.empty(target.shape, dtype=stats.dtype, device=stats.device)

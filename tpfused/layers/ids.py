@@ -39,10 +39,11 @@ class IdCheck:
     ) -> bool:
         """Whether some id may be out of range, which the next call will tell.
 
-        Of a `group` all ranks raise at once, if any does, by an all-reduce of two numbers.
+        Of a `group` all ranks raise at once, if any does or their sizes differ, by an all-reduce of four numbers.
 
         Raises:
-            ValueError: an id of this call (at once) or of the previous one (on a GPU) is out of range.
+            ValueError: an id of this call (at once) or of the previous one (on a GPU) is out of range; at once, the
+            ranks of `group` give different sizes.
         """
         check_mode(mode)
         self._raise_pending()
@@ -76,14 +77,20 @@ class IdCheck:
         """`extremes`: the least id and the largest one."""
         where = ""
         if group is not None and group.size > 1:
-            extremes, where = _of_all_ranks(extremes, group), f" among those of {group.size} ranks"
+            extremes, where = self._of_all_ranks(extremes, size, group), f" among those of {group.size} ranks"
         bad = [str(value) for value in extremes.tolist() if not 0 <= value < size]
         if bad:
             raise ValueError(f"{self.what} must be in [0, {size}), found {' and '.join(bad)}{where}")
 
-
-def _of_all_ranks(extremes: Tensor, group: TPGroup) -> Tensor:
-    flip = extremes.new_tensor([-1, 0])  # bits, so that the least is the largest, without the overflow of a sign
-    largest = extremes ^ flip
-    dist.all_reduce(largest, dist.ReduceOp.MAX, group.process_group)
-    return largest ^ flip
+    def _of_all_ranks(self, extremes: Tensor, size: int, group: TPGroup) -> Tensor:
+        both = torch.stack((extremes, extremes.new_full((2,), size)))  # the extremes of the sizes travel for free
+        flip = both.new_tensor([-1, 0])  # bits, so that the least is the largest, without the overflow of a sign
+        largest = both ^ flip
+        dist.all_reduce(largest, dist.ReduceOp.MAX, group.process_group)
+        extremes, sizes = largest ^ flip
+        least, most = sizes.tolist()
+        if least != most:
+            raise ValueError(
+                f"{self.what}: the ranks give different sizes of the whole vocabulary, from {least} to {most}"
+            )
+        return extremes

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from tpfused import checks, reference
+from tpfused.agreement import attempt
 from tpfused.autograd import once_differentiable
 from tpfused.collectives import all_gather
 from tpfused.explanation import KERNEL, PLAIN, tell
-from tpfused.group import TPGroup, resolve_group
+from tpfused.group import resolve_group
 from tpfused.kernels import cross_entropy as kernels
 from tpfused.layers.backend import why_plain
-from tpfused.layers.ids import IdCheck
+from tpfused.layers.ids import IdCheck, check_mode
 from tpfused.layers.vocabulary import whole_vocabulary
 from tpfused.overlap.tiers import wanted
 from tpfused.sharding import padded_shard_size, shard_range
@@ -47,9 +48,11 @@ def vocab_parallel_cross_entropy(
         target: int64 ``[...]``, global ids, the same on every rank; `ignore_index` marks tokens left out.
         vocab_size: of the whole vocabulary, split as `tpfused.sharding` says. None: all shards are equally wide, and
             gathered logits are taken for shards. The ranks compare their widths when a size (without one, a width) is
-            new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says.
+            new to them, as `tpfused.layers.vocabulary.whole_vocabulary` says. Later, of sizes that differ between
+            ranks, all are told where labels are checked at once; elsewhere the kernels give at least one rank NaN, loss
+            and gradient.
         label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
-        z_loss: the weight of ``log(Z)**2``, added to each token's loss.
+        z_loss: the weight of ``log(Z)**2``, added to each token's loss; at least 0.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
         check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN. What
             is told at once, on the CPU or with "sync", all ranks are told, in one small all-reduce. "async" on a GPU
@@ -65,14 +68,19 @@ def vocab_parallel_cross_entropy(
 
     Raises:
         ValueError: logits of the wrong width on some rank (gathered ones, say), widths that differ between ranks
-        without `vocab_size`, shapes that do not match, a label outside the vocabulary.
-        TypeError: labels that are not int64, logits that are not floating or of 8 bits.
+            without `vocab_size`, sizes that do, shapes that do not match, a label outside the vocabulary, a number out
+            of range.
+        TypeError: labels that are not int64, logits that are not floating or of 8 bits, numbers that are none.
+
+    What one rank alone is refused, all ranks raise if they compare their widths at that call. Otherwise, and for logits
+    or a vocab_size of a wrong kind, the others wait for that rank until their process group's time-out.
     """
-    checks.check_backend(backend)
     group = resolve_group(group)
-    vocab_size = _check_arguments(logits, target, vocab_size, ignore_index, label_smoothing, reduction, group)
-    if overwrite_logits and logits.is_leaf and logits.requires_grad:
-        raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
+    checks.check_logits(logits, vocab_size, "vocab_parallel_cross_entropy")
+    options = ignore_index, label_smoothing, z_loss, reduction, check, backend, overwrite_logits
+    # Not raised yet: where the ranks compare their widths, they all hear of what one of them is refused.
+    _, refused = attempt(_check_arguments, logits, target, *options)
+    vocab_size = whole_vocabulary(logits, vocab_size, group, "vocab_parallel_cross_entropy", refused)
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
     check_labels(target, vocab_size, check, ignore_index, group)
     fused = backend is None and wanted[-1] != "reference" and kernels.supports(logits)
@@ -131,19 +139,18 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
 def _check_arguments(
     logits: Tensor,
     target: Tensor,
-    vocab_size: int | None,
     ignore_index: int,
     label_smoothing: float,
+    z_loss: float,
     reduction: str,
-    group: TPGroup,
-) -> int:
-    """-> the size of the whole vocabulary."""
-    checks.check_logits(logits, vocab_size, "vocab_parallel_cross_entropy")
+    check: str,
+    backend: str | None,
+    overwrite_logits: bool,
+) -> None:
+    """All but the size of the vocabulary, of logits that `checks.check_logits` has let through."""
     if not isinstance(target, Tensor):
         raise TypeError(f"labels must be a tensor, not {type(target).__name__}")
     checks.check_dense(target, "vocab_parallel_cross_entropy", "the labels")
-    if not isinstance(ignore_index, int):
-        raise TypeError(f"ignore_index must be an integer, not {ignore_index!r}")
     if target.dtype != torch.int64:
         raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
     if logits.device != target.device:
@@ -153,8 +160,17 @@ def _check_arguments(
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"not {tuple(target.shape)}"
         )
+    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
+        raise TypeError(f"ignore_index must be an integer, not {ignore_index!r}")
+    checks.check_number(label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")
+    checks.check_number(z_loss, "z_loss")
+    if not 0.0 <= z_loss < float("inf"):
+        raise ValueError(f"z_loss must be at least 0, and finite, not {z_loss}")
     if reduction not in REDUCTIONS:
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
-    return whole_vocabulary(logits, vocab_size, group, "vocab_parallel_cross_entropy")
+    check_mode(check)
+    checks.check_backend(backend)
+    if overwrite_logits and logits.is_leaf and logits.requires_grad:
+        raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
