@@ -6,6 +6,7 @@ The files hold whole tensors under the dense model's names, as those of transfor
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import re
@@ -18,6 +19,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
 
 from tpfused.agreement import attempt, by_rank, raise_together, together
 from tpfused.checkpoint import check_state, model_entries, save_entry
@@ -126,7 +128,8 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 * 2**30) -> None:
     """Write all parameters and persistent buffers, whole, as safetensors files, and the config of a transformers model.
 
-    `load_sharded` reads them at any degree of parallelism, and transformers' `from_pretrained` on one device.
+    `load_sharded` reads them at any degree of parallelism, and transformers' `from_pretrained` on one device: the
+    written config has the model's class and its parameters' dtype, as transformers' `save_pretrained` writes them.
     Collective: every rank calls it, and rank 0 of the default process group writes, holding one file's tensors in
     memory. Several files have an index. An earlier checkpoint in the folder is replaced: at each moment one of the two
     is whole there, and other files stay.
@@ -236,9 +239,8 @@ class _Writer:
     def finish(self, model: nn.Module) -> None:
         if self.pending or not self.files:
             self._flush()
-        for config in (getattr(model, name, None) for name in ("config", "generation_config")):
-            if hasattr(config, "save_pretrained"):
-                config.save_pretrained(self.folder)
+        for config in _configs(model):
+            config.save_pretrained(self.folder)
         earlier = []
         if (self.folder / INDEX).exists():
             with suppress(ValueError):  # a broken one names nothing that this save would replace
@@ -275,6 +277,19 @@ class _Writer:
         """What a save that failed, this one or an earlier one, has left."""
         for file in self.folder.glob(".model.safetensors.*partial"):
             file.unlink(missing_ok=True)
+
+
+def _configs(model: nn.Module) -> list:
+    """A transformers model's, as its own `save_pretrained` writes them: with the dtype and the class of the model."""
+    while (inner := model._modules.get("_orig_mod")) is not None or isinstance(model, DistributedDataParallel):
+        model = model.module if inner is None else inner
+    config, dtype = getattr(model, "config", None), getattr(model, "dtype", None)
+    if hasattr(config, "save_pretrained") and isinstance(dtype, torch.dtype):
+        config = copy.copy(config)  # the model keeps its own as it is
+        config.dtype = dtype
+        config.architectures = [type(model).__name__.removeprefix("FSDP")]  # fully_shard puts it before the name
+    configs = (config, getattr(model, "generation_config", None))
+    return [each for each in configs if hasattr(each, "save_pretrained")]
 
 
 def _indexed(folder: Path) -> list[Path]:
