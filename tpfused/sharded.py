@@ -29,6 +29,7 @@ from tpfused.placement import local, shard_info, whole_shape
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+_LOAD = "load_sharded"  # what its ranks tell each other that they are in
 _COMPARED = 256  # entries of each tensor: one page of the file or two
 
 
@@ -47,13 +48,15 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does. Such
     parameters are new ones: make the optimizer afterwards.
 
-    The ranks may read different folders, on other hosts, say: they compare the first entries of each tensor before.
+    The ranks may read different folders, on other hosts, say: before, they compare the first entries of each tensor (of
+    its first row, at most 256). A model that is not split on one rank is loaded by that rank alone: where the others'
+    is, they find it out by that rank's next call of this package, or wait until their group's time-out.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
         ValueError: tensors are missing, not the model's, of another shape, or begin with other entries on another rank
             (all are listed), or are in two files; a file that is broken; buffers on the meta device that cannot be
-            computed.
+            computed; a rank is in another call.
         ImportError: safetensors is not installed.
 
         On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
@@ -61,14 +64,14 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     """
     groups = _groups_of(model)
     with ExitStack() as files:
-        found = together(partial(_found, model, path, files), groups)
+        found = together(partial(_found, model, path, files), groups, _LOAD)
         _check_same_everywhere(found, groups)
-        for module, name, tensor in together(partial(_off_meta, model, device), groups):
+        for module, name, tensor in together(partial(_off_meta, model, device), groups, _LOAD):
             if isinstance(tensor, nn.Parameter):
                 module.register_parameter(name, tensor)
             else:
                 module._buffers[name] = tensor
-        together(partial(_read, model, found), groups)
+        together(partial(_read, model, found), groups, _LOAD)
 
 
 def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, StoredTensor]:
@@ -90,17 +93,20 @@ def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.Pro
     def look() -> dict[str, bytes]:
         return {name: tensor.first_bytes() for name, tensor in found.items()} if groups else {}
 
-    first, failure = together(look, groups), None
-    of_all = hashlib.sha256(b"".join(first[name] for name in sorted(first))).digest()
+    first, failure = together(look, groups, _LOAD), None
+    of_all = hashlib.sha256(repr(sorted(first.items())).encode()).digest()
     for group in groups:
-        if len(set(by_rank(of_all, group).values())) > 1:  # as all of this group's ranks see
-            own, *others = by_rank(first, group).values()
-            different = [name for name in own if any(other[name] != own[name] for other in others)]
+        if len(set(by_rank(of_all, group, _LOAD).values())) > 1:  # as all of this group's ranks see
+            (one, own), *others = by_rank(first, group, _LOAD).items()
+            rank, other = next((rank, other) for rank, other in others if other != own)
+            names = own | other
+            different = [name for name in names if own.get(name) != other.get(name)]
             failure = ValueError(
-                f"the ranks read different checkpoints: {len(different)} of {len(own)} tensors begin with other "
-                f"entries on another rank" + "".join(f"\n  {name}" for name in different)
+                f"the ranks read different checkpoints: {len(different)} of {len(names)} tensors begin with other "
+                f"entries on rank {rank} than on rank {one}, or are not there"
+                + "".join(f"\n  {name}" for name in different)
             )
-    raise_together(failure, groups)
+    raise_together(failure, groups, _LOAD)
 
 
 def _read(model: nn.Module, found: dict[str, StoredTensor]) -> None:
@@ -163,7 +169,7 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
             _, failure = attempt(writer.finish, model)
         _, failed = attempt(writer.clean_up)
         failure = failure or failed
-    raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [])
+    raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [], "save_sharded")
 
 
 def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[str]:
