@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
@@ -41,8 +42,8 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     Besides the model, this takes the memory of one parameter's part. Names are the dense model's (those of
     transformers for a model from `parallelize`); a transformers checkpoint may lack or have the base model's prefix,
-    and hold a tied parameter under any of its names. Dtypes are the model's. All ranks that the model is split over
-    call it: none loads anything unless each can.
+    and hold a tied parameter under any of its names. Dtypes are the model's: floating-point entries are cast to them,
+    no others. All ranks that the model is split over call it: none loads anything unless each can.
 
     What is on the meta device is made first: DTensors on their mesh's devices, other tensors on `device` (None: torch's
     default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does. Such
@@ -54,9 +55,10 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
-        ValueError: tensors are missing, not the model's, of another shape, or begin with other entries on another rank
-            (all are listed), or are in two files; a file that is broken; buffers on the meta device that cannot be
-            computed; a rank is in another call.
+        ValueError: tensors are missing, not the model's, of another shape, of another dtype where one of the two is no
+            floating-point one, or begin with other entries on another rank (all are listed), or are in two files; a
+            file that is broken; buffers on the meta device that cannot be computed; a rank is in another call.
+        TypeError: a `path` that is no str or Path.
         ImportError: safetensors is not installed.
 
         On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
@@ -77,10 +79,27 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, StoredTensor]:
     """All that the model needs, and nothing else, by its names."""
     _check_safetensors("load_sharded")
+    _check_path(path)
     found = _by_names_of(model, _open(Path(path), files))
-    expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
-    check_state(found, expected)
+    entries = list(model_entries(model))
+    check_state(found, {name: shape for entry in entries for name, shape in entry.shapes().items()})
+    _check_dtypes(found, {name: entry.tensor.dtype for entry in entries for name in entry.names})
     return found
+
+
+def _check_dtypes(found: dict[str, StoredTensor], expected: dict[str, torch.dtype]) -> None:
+    """Entries are cast from one floating-point dtype to another only: a weight of integers is a quantized one, say."""
+    dtypes = {name: (found[name].dtype, dtype) for name, dtype in expected.items()}
+    odd = [
+        f"{name} {stored}, not {own}"
+        for name, (stored, own) in dtypes.items()
+        if stored != own and not (stored.is_floating_point and own.is_floating_point)
+    ]
+    if odd:
+        raise ValueError(
+            f"{len(odd)} of {len(found)} tensors have another dtype than the model: only floating-point ones are cast"
+            + "".join(f"\n  {text}" for text in odd)
+        )
 
 
 def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.ProcessGroup]) -> None:
@@ -136,9 +155,9 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
 
     `load_sharded` reads them at any degree of parallelism, and transformers' `from_pretrained` on one device: the
     written config has the model's class and its parameters' dtype, as transformers' `save_pretrained` writes them.
-    Collective: every rank calls it, and rank 0 of the default process group writes, holding one file's tensors in
-    memory. Several files have an index. An earlier checkpoint in the folder is replaced: at each moment one of the two
-    is whole there, and other files stay.
+    Collective: every rank calls it, and rank 0 of the default process group writes into its `path`, holding one file's
+    tensors in memory; the other ranks' `path` is not looked at. Several files have an index. An earlier checkpoint in
+    the folder is replaced: at each moment one of the two is whole there, and other files stay.
 
     Raises:
         ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, rank 0's
@@ -175,13 +194,18 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
 def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[str]:
     """What is in the model, in words."""
     _check_safetensors("save_sharded")
-    Path(path)  # which refuses what is none
+    _check_path(path)
     check_size(max_file_bytes, "max_file_bytes")
     entries = list(model_entries(model))
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     if on_meta:
         raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save")
     return [f"{entry.names[0]} {list(whole_shape(entry.tensor))} {entry.tensor.dtype}" for entry in entries]
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str or a Path, not {path!r}")
 
 
 def _check_safetensors(function: str) -> None:
@@ -197,6 +221,10 @@ class StoredTensor:
     def __init__(self, file, name: str):
         self._slices = file.get_slice(name)
         self.shape = tuple(self._slices.get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self[(slice(0, 0),) * len(self.shape)].dtype
 
     def first_bytes(self) -> bytes:
         """Of its first entries, at most so many of one row: a few, whatever its size."""

@@ -217,6 +217,37 @@ def test_all_that_does_not_fit_is_named(workers, folder):
     workers.run(check_misfits, folder)
 
 
+def check_dtypes(ctx, folder):
+    """Between floating-point dtypes the file's entries are cast; what is of others must be of the model's."""
+    with torch.device("meta"):
+        model = build("llama")
+        model.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+    tpfused.parallelize(model, ctx.mesh(ctx.world))
+    told = ["2 of 22 tensors have another dtype", "model.embed_tokens.weight torch.int32, not torch.float32"]
+    told += ["steps torch.float32, not torch.int64"]
+    with refuses(ValueError, *told):
+        tpfused.load_sharded(model, folder / "integers.safetensors")
+    assert all(param.is_meta for param in model.parameters())
+    tpfused.load_sharded(model, folder / "halves.safetensors")
+    state, expected = tpfused.full_state_dict(model), load_file(folder / "halves.safetensors")
+    for name, tensor in state.items():
+        assert tensor.dtype == (torch.int64 if name == "steps" else torch.float32)
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    for path in (None, 3, [folder]):
+        with refuses(TypeError, f"path must be a str or a Path, not {path!r}"):
+            tpfused.load_sharded(model, path if ctx.rank == ctx.world - 1 else folder / "halves.safetensors")
+
+
+def test_dtypes_and_paths(workers, folder):
+    state = stored(folder / "llama") | {"steps": torch.arange(3)}
+    halves = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    save_file(halves, folder / "halves.safetensors")
+    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].int()
+    state["steps"] = state["steps"].float()
+    save_file(state, folder / "integers.safetensors")
+    workers.run(check_dtypes, folder)
+
+
 def check_names(ctx, path, name):
     model = on_meta(ctx, ctx.world, name)
     tpfused.load_sharded(model, path)
@@ -381,7 +412,7 @@ def check_failed_save(ctx, folder, path, kept):
     tpfused.load_sharded(model, folder / "llama")
     with pytest.raises(OSError, match="blocked"):
         tpfused.save_sharded(model, path)
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises(TypeError, match="path must be a str or a Path, not None"):
         tpfused.save_sharded(model, path.parent / "out" if ctx.rank else None)
     with pytest.raises(OSError, match=r"\.partial"):
         tpfused.save_sharded(model, kept)
