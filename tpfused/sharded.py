@@ -46,7 +46,7 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     The ranks may read different folders, on other hosts, say: before, they compare the first entries of each tensor (of
     its first row, at most 256). A model that is not split on one rank is loaded by that rank alone: where the others'
-    is, they find it out by that rank's next call of this package, or wait until their group's time-out.
+    is, they find it out by that rank's next call over their group, or wait until its time-out.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.

@@ -9,6 +9,7 @@ from torch.distributed.fsdp import fully_shard
 
 import tpfused
 from tests.compare import refuses
+from tpfused.agreement import by_rank, raise_together
 from tpfused.placement import local
 
 pytest.importorskip("safetensors")
@@ -101,3 +102,18 @@ def test_a_model_that_is_split_on_the_others_only(workers, tmp_path):
     if workers.world > 1:
         tpfused.save_sharded(build(), tmp_path / "one")
         workers.run(check_unsplit, tmp_path)
+
+
+def check_crossed_on_a_grid(ctx):
+    """The last rank's call crosses with its neighbours'; rank 0, which is in no group with it, hears from them."""
+    grid = ctx.grid(ctx.world // 2)
+    groups = [grid[name].get_group() for name in ("dp", "tp")]
+    with refuses(ValueError, "not in the same call", f"other on rank {ctx.world - 1}"):
+        raise_together(None, groups, "other" if ctx.rank == ctx.world - 1 else "one")
+    for group in groups:
+        assert set(by_rank("go on", group).values()) == {"go on"}
+
+
+def test_crossed_calls_are_told_over_all_groups(workers):
+    if workers.world == 4:
+        workers.run(check_crossed_on_a_grid)
