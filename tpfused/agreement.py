@@ -6,7 +6,7 @@ Ranks are named by their numbers in the default group, whatever the group that t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
 
@@ -14,6 +14,13 @@ T = TypeVar("T")
 # Ranks that hear of an exception raise one of these of its kinds; RuntimeError for others, which may take other
 # arguments than a text.
 _KINDS = (FileNotFoundError, OSError, ImportError, NotImplementedError, TypeError, ValueError)
+
+
+class _Sent(NamedTuple):
+    """A value, and what its rank is in: ranks whose calls crossed would take each other's values for their own kind."""
+
+    call: str
+    value: Any
 
 
 class Failure(NamedTuple):
@@ -35,31 +42,51 @@ def attempt(step: Callable[..., T], *args: object) -> tuple[T | None, Exception 
         return None, error
 
 
-def together(step: Callable[[], T], groups: Iterable[dist.ProcessGroup]) -> T:
+def together(step: Callable[[], T], groups: Iterable[dist.ProcessGroup], call: str) -> T:
     """What the step returns here, once it has returned on all ranks that the groups connect; else `raise_together`."""
     result, failure = attempt(step)
-    raise_together(failure, groups)
+    raise_together(failure, groups, call)
     return result
 
 
-def raise_together(failure: Exception | None, groups: Iterable[dist.ProcessGroup]) -> None:
+def raise_together(failure: Exception | None, groups: Iterable[dist.ProcessGroup], call: str) -> None:
     """Raise `failure`, or where another rank of the groups has one, what tells of it: by one exchange over each.
 
-    All ranks that the groups connect give them in the same order. What a rank hears of in one group it tells in the
-    next: over both groups of a two-dimensional mesh all ranks hear of it.
+    All ranks that the groups connect give them in the same order, and the same `call`, as for `by_rank`. What a rank
+    hears of in one group it tells in the next: over both groups of a two-dimensional mesh all ranks hear of it.
     """
     heard = told(failure)
     for group in groups:
-        heard = next(filter(None, by_rank(heard, group).values()), None)
+        of_all, crossed = attempt(by_rank, heard, group, call)
+        failure = failure or crossed
+        heard = told(crossed) if of_all is None else next(filter(None, of_all.values()), None)
     raise_either(failure, heard)
 
 
-def by_rank(value: T, group: dist.ProcessGroup) -> dict[int, T]:
-    """Each rank's value, in the group's order. One exchange over it."""
+def by_rank(value: T, group: dist.ProcessGroup, call: str = "") -> dict[int, T]:
+    """Each rank's value, in the group's order. One exchange over it.
+
+    Args:
+        call: what the user called, on all ranks alike.
+
+    Raises:
+        ValueError: on every rank that is in an exchange of this function, where another one has made another `call` or
+            exchanges objects of its own; names two such ranks.
+    """
     ranks = dist.get_process_group_ranks(group)
-    values: list[T] = [value] * len(ranks)
-    dist.all_gather_object(values, value, group)
-    return dict(zip(ranks, values, strict=True))
+    sent: list[_Sent] = [_Sent(call, value)] * len(ranks)
+    dist.all_gather_object(sent, _Sent(call, value), group)
+    calls: dict[str, int] = {}  # the first rank in each
+    for rank, each in zip(ranks, sent, strict=True):
+        name = (each.call or "another call") if isinstance(each, _Sent) else "a collective of its program's own"
+        calls.setdefault(name, rank)
+    if len(calls) > 1:
+        places = ", ".join(f"{name} on rank {rank}" for name, rank in calls.items())
+        raise ValueError(
+            f"the ranks are not in the same call: {places}; all must make the same ones, with models that are split "
+            f"over the same ranks (by parallelize, say, on each of them)"
+        )
+    return {rank: each.value for rank, each in zip(ranks, sent, strict=True)}
 
 
 def told(failure: Exception | None) -> Failure | None:

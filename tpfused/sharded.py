@@ -7,12 +7,11 @@ The files hold whole tensors under the dense model's names, as those of transfor
 from __future__ import annotations
 
 import hashlib
-import json
+import os
 import re
 from collections.abc import Mapping
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from functools import partial
-from itertools import count
 from pathlib import Path
 
 import torch
@@ -24,9 +23,9 @@ from tpfused.checkpoint import check_state, model_entries, save_entry
 from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local, shard_info, whole_shape
+from tpfused.sharded_files import INDEX, SINGLE, Writer, indexed
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
+_LOAD = "load_sharded"  # what its ranks tell each other that they are in
 _COMPARED = 256  # entries of each tensor: one page of the file or two
 
 
@@ -38,20 +37,23 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     Besides the model, this takes the memory of one parameter's part. Names are the dense model's (those of
     transformers for a model from `parallelize`); a transformers checkpoint may lack or have the base model's prefix,
-    and hold a tied parameter under any of its names. Dtypes are the model's. All ranks that the model is split over
-    call it: none loads anything unless each can.
+    and hold a tied parameter under any of its names. Dtypes are the model's: floating-point entries are cast to them,
+    no others. All ranks that the model is split over call it: none loads anything unless each can.
 
     What is on the meta device is made first: DTensors on their mesh's devices, other tensors on `device` (None: torch's
     default one). Buffers that no checkpoint holds (rotary frequencies) are then computed as transformers does. Such
     parameters are new ones: make the optimizer afterwards.
 
-    The ranks may read different folders, on other hosts, say: they compare the first entries of each tensor before.
+    The ranks may read different folders, on other hosts, say: before, they compare the first entries of each tensor (of
+    its first row, at most 256). A model that is not split on one rank is loaded by that rank alone: where the others'
+    is, they find it out by that rank's next call over their group, or wait until its time-out.
 
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
-        ValueError: tensors are missing, not the model's, of another shape, or begin with other entries on another rank
-            (all are listed), or are in two files; a file that is broken; buffers on the meta device that cannot be
-            computed.
+        ValueError: tensors are missing, not the model's, of another shape, of another dtype where one of the two is no
+            floating-point one, or begin with other entries on another rank (all are listed), or are in two files; a
+            file that is broken; buffers on the meta device that cannot be computed; a rank is in another call.
+        TypeError: a `path` that is no str or Path.
         ImportError: safetensors is not installed.
 
         On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
@@ -59,23 +61,40 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     """
     groups = _groups_of(model)
     with ExitStack() as files:
-        found = together(partial(_found, model, path, files), groups)
+        found = together(partial(_found, model, path, files), groups, _LOAD)
         _check_same_everywhere(found, groups)
-        for module, name, tensor in together(partial(_off_meta, model, device), groups):
+        for module, name, tensor in together(partial(_off_meta, model, device), groups, _LOAD):
             if isinstance(tensor, nn.Parameter):
                 module.register_parameter(name, tensor)
             else:
                 module._buffers[name] = tensor
-        together(partial(_read, model, found), groups)
+        together(partial(_read, model, found), groups, _LOAD)
 
 
 def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, StoredTensor]:
     """All that the model needs, and nothing else, by its names."""
     _check_safetensors("load_sharded")
+    _check_path(path)
     found = _by_names_of(model, _open(Path(path), files))
-    expected = {name: shape for entry in model_entries(model) for name, shape in entry.shapes().items()}
-    check_state(found, expected)
+    entries = list(model_entries(model))
+    check_state(found, {name: shape for entry in entries for name, shape in entry.shapes().items()})
+    _check_dtypes(found, {name: entry.tensor.dtype for entry in entries for name in entry.names})
     return found
+
+
+def _check_dtypes(found: dict[str, StoredTensor], expected: dict[str, torch.dtype]) -> None:
+    """Entries are cast from one floating-point dtype to another only: a weight of integers is a quantized one, say."""
+    dtypes = {name: (found[name].dtype, dtype) for name, dtype in expected.items()}
+    odd = [
+        f"{name} {stored}, not {own}"
+        for name, (stored, own) in dtypes.items()
+        if stored != own and not (stored.is_floating_point and own.is_floating_point)
+    ]
+    if odd:
+        raise ValueError(
+            f"{len(odd)} of {len(found)} tensors have another dtype than the model: only floating-point ones are cast"
+            + "".join(f"\n  {text}" for text in odd)
+        )
 
 
 def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.ProcessGroup]) -> None:
@@ -88,17 +107,20 @@ def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.Pro
     def look() -> dict[str, bytes]:
         return {name: tensor.first_bytes() for name, tensor in found.items()} if groups else {}
 
-    first, failure = together(look, groups), None
-    of_all = hashlib.sha256(b"".join(first[name] for name in sorted(first))).digest()
+    first, failure = together(look, groups, _LOAD), None
+    of_all = hashlib.sha256(repr(sorted(first.items())).encode()).digest()
     for group in groups:
-        if len(set(by_rank(of_all, group).values())) > 1:  # as all of this group's ranks see
-            own, *others = by_rank(first, group).values()
-            different = [name for name in own if any(other[name] != own[name] for other in others)]
+        if len(set(by_rank(of_all, group, _LOAD).values())) > 1:  # as all of this group's ranks see
+            (one, own), *others = by_rank(first, group, _LOAD).items()
+            rank, other = next((rank, other) for rank, other in others if other != own)
+            names = own | other
+            different = [name for name in names if own.get(name) != other.get(name)]
             failure = ValueError(
-                f"the ranks read different checkpoints: {len(different)} of {len(own)} tensors begin with other "
-                f"entries on another rank" + "".join(f"\n  {name}" for name in different)
+                f"the ranks read different checkpoints: {len(different)} of {len(names)} tensors begin with other "
+                f"entries on rank {rank} than on rank {one}, or are not there"
+                + "".join(f"\n  {name}" for name in different)
             )
-    raise_together(failure, groups)
+    raise_together(failure, groups, _LOAD)
 
 
 def _read(model: nn.Module, found: dict[str, StoredTensor]) -> None:
@@ -126,10 +148,11 @@ def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
 def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 * 2**30) -> None:
     """Write all parameters and persistent buffers, whole, as safetensors files, and the config of a transformers model.
 
-    `load_sharded` reads them at any degree of parallelism, and transformers' `from_pretrained` on one device.
-    Collective: every rank calls it, and rank 0 of the default process group writes, holding one file's tensors in
-    memory. Several files have an index. An earlier checkpoint in the folder is replaced: at each moment one of the two
-    is whole there, and other files stay.
+    `load_sharded` reads them at any degree of parallelism, and transformers' `from_pretrained` on one device: the
+    written config has the model's class and its parameters' dtype, as transformers' `save_pretrained` writes them.
+    Collective: every rank calls it, and rank 0 of the default process group writes into its `path`, holding one file's
+    tensors in memory; the other ranks' `path` is not looked at. Several files have an index. An earlier checkpoint in
+    the folder is replaced: at each moment one of the two is whole there, and other files stay.
 
     Raises:
         ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, rank 0's
@@ -146,7 +169,7 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
         check_alike(check, dist.group.WORLD)
     else:
         check()
-    writer = _Writer(Path(path), max_file_bytes) if writes else None
+    writer = Writer(Path(path), max_file_bytes) if writes else None
     failure = None
     for entry in model_entries(model):
         state: dict[str, Tensor] = {}
@@ -160,19 +183,24 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
             _, failure = attempt(writer.finish, model)
         _, failed = attempt(writer.clean_up)
         failure = failure or failed
-    raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [])
+    raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [], "save_sharded")
 
 
 def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[str]:
     """What is in the model, in words."""
     _check_safetensors("save_sharded")
-    Path(path)  # which refuses what is none
+    _check_path(path)
     check_size(max_file_bytes, "max_file_bytes")
     entries = list(model_entries(model))
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     if on_meta:
         raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save")
     return [f"{entry.names[0]} {list(whole_shape(entry.tensor))} {entry.tensor.dtype}" for entry in entries]
+
+
+def _check_path(path: object) -> None:
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"path must be a str or a Path, not {path!r}")
 
 
 def _check_safetensors(function: str) -> None:
@@ -188,6 +216,10 @@ class StoredTensor:
     def __init__(self, file, name: str):
         self._slices = file.get_slice(name)
         self.shape = tuple(self._slices.get_shape())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self[(slice(0, 0),) * len(self.shape)].dtype
 
     def first_bytes(self) -> bytes:
         """Of its first entries, at most so many of one row: a few, whatever its size."""
@@ -207,86 +239,6 @@ class StoredTensor:
         return self._slices[box]
 
 
-class _Writer:
-    """Tensors into files of at most so many bytes (or of one tensor), named when their number is known."""
-
-    def __init__(self, folder: Path, max_file_bytes: int):
-        self.folder = folder
-        self.max_file_bytes = max_file_bytes
-        self.pending: dict[str, Tensor] = {}
-        self.files: list[tuple[Path, list[str]]] = []  # under temporary names, and what each holds
-        self.total = 0
-
-    def add(self, state: dict[str, Tensor]) -> None:
-        for name, tensor in state.items():
-            if self.pending and sum(t.nbytes for t in self.pending.values()) + tensor.nbytes > self.max_file_bytes:
-                self._flush()
-            self.pending[name] = tensor
-            self.total += tensor.nbytes
-
-    def _flush(self) -> None:
-        from safetensors.torch import save_file
-
-        self.folder.mkdir(parents=True, exist_ok=True)
-        temporary = self.folder / f".{SINGLE}.{len(self.files)}.partial"
-        save_file(self.pending, temporary, metadata={"format": "pt"})
-        self.files.append((temporary, list(self.pending)))
-        self.pending = {}
-
-    def finish(self, model: nn.Module) -> None:
-        if self.pending or not self.files:
-            self._flush()
-        for config in (getattr(model, name, None) for name in ("config", "generation_config")):
-            if hasattr(config, "save_pretrained"):
-                config.save_pretrained(self.folder)
-        earlier = []
-        if (self.folder / INDEX).exists():
-            with suppress(ValueError):  # a broken one names nothing that this save would replace
-                named = [file for file in _indexed(self.folder) if file.suffix == ".safetensors"]
-                earlier += [file for file in named if file.parent == self.folder]
-        if len(self.files) == 1:  # which comes before an index
-            names = [SINGLE]
-            self.files[0][0].replace(self.folder / SINGLE)
-            earlier.append(self.folder / INDEX)
-        else:
-            names = self._finish_several()
-            earlier.append(self.folder / SINGLE)
-        # The old index may name what is new: the one file, or several that were missing.
-        for old in earlier:
-            if old.name not in names:
-                old.unlink(missing_ok=True)
-
-    def _finish_several(self) -> list[str]:
-        """Under names that no earlier checkpoint has, so that the new index takes the place of the old one at once."""
-        for attempted in count():
-            tag = f"-{attempted}" if attempted else ""
-            names = [f"model{tag}-{i:05d}-of-{len(self.files):05d}.safetensors" for i in range(1, len(self.files) + 1)]
-            if not any((self.folder / name).exists() for name in names):
-                break
-        homes = {key: name for name, (_, held) in zip(names, self.files, strict=True) for key in held}
-        index = self.folder / f".{INDEX}.partial"
-        index.write_text(json.dumps({"metadata": {"total_size": self.total}, "weight_map": homes}, indent=2))
-        for name, (temporary, _) in zip(names, self.files, strict=True):
-            temporary.replace(self.folder / name)
-        index.replace(self.folder / INDEX)
-        return names
-
-    def clean_up(self) -> None:
-        """What a save that failed, this one or an earlier one, has left."""
-        for file in self.folder.glob(".model.safetensors.*partial"):
-            file.unlink(missing_ok=True)
-
-
-def _indexed(folder: Path) -> list[Path]:
-    """The files that the folder's index names."""
-    try:
-        homes = json.loads((folder / INDEX).read_text())["weight_map"]
-        return [folder / name for name in dict.fromkeys(homes.values())]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ValueError(f"{folder / INDEX} is no index of safetensors files: {told}") from error
-
-
 def _open(path: Path, files: ExitStack) -> dict[str, StoredTensor]:
     """All tensors of the file or folder, by name; the files are closed with the stack."""
     from safetensors import SafetensorError, safe_open
@@ -294,7 +246,7 @@ def _open(path: Path, files: ExitStack) -> dict[str, StoredTensor]:
     if not path.is_dir() or (path / SINGLE).exists():
         paths = [path / SINGLE if path.is_dir() else path]
     else:
-        paths = _indexed(path) if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
+        paths = indexed(path) if (path / INDEX).exists() else sorted(path.glob("*.safetensors"))
     if not paths or not all(file.is_file() for file in paths):
         missing = [str(file) for file in paths if not file.is_file()] or [f"{path}/*.safetensors"]
         raise FileNotFoundError(f"no checkpoint to load: {', '.join(missing)}")

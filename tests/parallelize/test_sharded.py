@@ -217,6 +217,37 @@ def test_all_that_does_not_fit_is_named(workers, folder):
     workers.run(check_misfits, folder)
 
 
+def check_dtypes(ctx, folder):
+    """Between floating-point dtypes the file's entries are cast; what is of others must be of the model's."""
+    with torch.device("meta"):
+        model = build("llama")
+        model.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
+    tpfused.parallelize(model, ctx.mesh(ctx.world))
+    told = ["2 of 22 tensors have another dtype", "model.embed_tokens.weight torch.int32, not torch.float32"]
+    told += ["steps torch.float32, not torch.int64"]
+    with refuses(ValueError, *told):
+        tpfused.load_sharded(model, folder / "integers.safetensors")
+    assert all(param.is_meta for param in model.parameters())
+    tpfused.load_sharded(model, folder / "halves.safetensors")
+    state, expected = tpfused.full_state_dict(model), load_file(folder / "halves.safetensors")
+    for name, tensor in state.items():
+        assert tensor.dtype == (torch.int64 if name == "steps" else torch.float32)
+        assert torch.equal(tensor, expected[name].to(tensor.dtype)), name
+    for path in (None, 3, [folder]):
+        with refuses(TypeError, f"path must be a str or a Path, not {path!r}"):
+            tpfused.load_sharded(model, path if ctx.rank == ctx.world - 1 else folder / "halves.safetensors")
+
+
+def test_dtypes_and_paths(workers, folder):
+    state = stored(folder / "llama") | {"steps": torch.arange(3)}
+    halves = {name: tensor.bfloat16() if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+    save_file(halves, folder / "halves.safetensors")
+    state["model.embed_tokens.weight"] = state["model.embed_tokens.weight"].int()
+    state["steps"] = state["steps"].float()
+    save_file(state, folder / "integers.safetensors")
+    workers.run(check_dtypes, folder)
+
+
 def check_names(ctx, path, name):
     model = on_meta(ctx, ctx.world, name)
     tpfused.load_sharded(model, path)
@@ -381,7 +412,7 @@ def check_failed_save(ctx, folder, path, kept):
     tpfused.load_sharded(model, folder / "llama")
     with pytest.raises(OSError, match="blocked"):
         tpfused.save_sharded(model, path)
-    with pytest.raises(TypeError, match="NoneType"):
+    with pytest.raises(TypeError, match="path must be a str or a Path, not None"):
         tpfused.save_sharded(model, path.parent / "out" if ctx.rank else None)
     with pytest.raises(OSError, match=r"\.partial"):
         tpfused.save_sharded(model, kept)
@@ -439,3 +470,41 @@ def check_metadata(ctx, folder, out):
     tpfused.save_sharded(model, out)
     with safe_open(out / sharded.SINGLE, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
+
+
+def check_config(ctx, tp, plain, out):
+    """What is written is what transformers would write of the dense model; the model's own config stays."""
+    import transformers
+
+    with torch.device("meta"):
+        model = build("llama").to(torch.bfloat16)
+    model.config.dtype = torch.float32  # of what it was made from
+    tpfused.parallelize(model, ctx.mesh(tp))
+    fully_shard(model, mesh=ctx.grid(tp)["dp"])
+    tpfused.load_sharded(model, plain)
+    before = model.config.to_dict()
+    tpfused.save_sharded(model, out)
+    assert model.config.to_dict() == before and model.config.dtype == torch.float32
+    if ctx.rank == 0:
+        for name in ("config.json", "generation_config.json"):
+            assert json.loads((out / name).read_text()) == json.loads((plain / name).read_text())
+        for options in ({}, {"dtype": "auto"}):
+            loaded = transformers.AutoModelForCausalLM.from_pretrained(out, **options)
+            assert {param.dtype for param in loaded.parameters()} == {torch.bfloat16}
+        assert loaded.config.architectures == ["LlamaForCausalLM"] == [type(loaded).__name__]
+
+
+def test_a_config_has_the_dtype_and_the_class_of_its_model(workers, tmp_path):
+    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "plain")
+    workers.run(check_config, min(2, workers.world), tmp_path / "plain", tmp_path / "out")
+
+
+def check_wrapped_config(ctx, out):
+    for name, wrap in ("compiled", torch.compile), ("ddp", torch.nn.parallel.DistributedDataParallel):
+        tpfused.save_sharded(wrap(build("llama").to(ctx.device)), out / name)
+        written = json.loads((out / name / "config.json").read_text())
+        assert written["architectures"] == ["LlamaForCausalLM"] and written["dtype"] == "float32"
+
+
+def test_wrappers_leave_no_trace_in_a_config(workers, tmp_path):
+    workers.run(check_wrapped_config, tmp_path)

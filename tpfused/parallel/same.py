@@ -36,7 +36,7 @@ def check_alike(describe: Callable[[], list[str]], group: dist.ProcessGroup) -> 
         Exception: on every rank, where `describe` raises on one.
     """
     params, failure = attempt(describe)
-    _exchange(_Said(told(failure), params), failure, group)
+    _exchange(_Said(told(failure), params), failure, group, "save_sharded")
 
 
 @torch.no_grad()
@@ -61,7 +61,7 @@ def check_same(
     styles, bits = looked or ({}, [])
     described, failure = attempt(lambda: [_describe(name, param) for name, param in params.items()])
     failure = refused or failure
-    of_all = _exchange(_Said(told(failure), described, styles, bits), failure, group.process_group)
+    of_all = _exchange(_Said(told(failure), described, styles, bits), failure, group.process_group, "parallelize")
     one, first = next(iter(of_all.items()))
     for rank, other in of_all.items():
         for name in sorted(first.styles.keys() | other.styles.keys()):
@@ -89,9 +89,9 @@ def _describe(name: str, param: Tensor) -> str:
     return f"{name} {list(param.shape)} {dtype}, {where}{frozen}"
 
 
-def _exchange(said: _Said, failure: Exception | None, group: dist.ProcessGroup) -> dict[int, _Said]:
+def _exchange(said: _Said, failure: Exception | None, group: dist.ProcessGroup, call: str) -> dict[int, _Said]:
     """What each rank says; raises on all of them where one has failed, or their models differ."""
-    of_all = by_rank(said, group)
+    of_all = by_rank(said, group, call)
     heard = next((of.failure for of in of_all.values() if of.failure is not None), None)
     different = _different({rank: of.params for rank, of in of_all.items() if of.params is not None})
     if different:

@@ -13,7 +13,7 @@ from tpfused.cli.errors import UserError
 from tpfused.cli.outputs import check_writable
 from tpfused.planning.communication import OPERATIONS, Fit, bus_factor
 from tpfused.planning.layouts import Step
-from tpfused.planning.rates import Rates
+from tpfused.planning.rates import Rates, lacking, missing_of
 from tpfused.planning.shape import BYTES, PRESETS, SEQUENCE, Shape
 from tpfused.planning.work import JOINED, STRIDED
 
@@ -130,7 +130,7 @@ def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
     machine = overridden(machine, options)
     unknown = [op for op in USED if op not in {each.op for each in machine.rates.fits}]
     if gpus > 1 and unknown:
-        raise UserError(f"{machine.source} says nothing of {', '.join(unknown)}: two sizes of each must be measured")
+        raise UserError(f"{machine.source} says nothing of {', '.join(unknown)}, which tpfused bench comm measures")
     return machine
 
 
@@ -156,18 +156,44 @@ def overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
 
 def _from_file(path: str, dtype: str) -> Machine:
     try:
-        meta = json.loads(Path(path).read_text())["meta"]
-        rates, memory = Rates.from_dict(meta["rates"]), float(meta["memory_bytes"])
-        if not 0 < memory < math.inf:
-            raise ValueError(f"memory_bytes is {memory}")
-        measured, source = meta["dtype"], f"{path}: {meta['gpus']} x {meta['card']}, {meta['dtype']}"
+        meta = _meta_of(path)
+        rates, memory = Rates.from_dict(meta["rates"]), meta["memory_bytes"]
+        if not isinstance(memory, int | float) or not 0 < memory < math.inf:
+            raise ValueError(f"meta.memory_bytes must be a number above 0, not {memory!r}")
     except OSError as error:
         raise UserError(f"--from {path}: {error.strerror}") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except ValueError as error:
         raise UserError(
-            f"--from {path} is not what a whole run of tpfused bench comm --json writes: "
-            f"{type(error).__name__}: {error}"
+            f"--from {path} is not what a whole run of tpfused bench comm --json writes: {error}"
         ) from error
-    if measured != dtype:
-        raise UserError(f"--from {path} was measured in {measured}, and --dtype is {dtype}")
-    return Machine(rates, memory, source, meta.get("device") == "cpu")
+    if meta["dtype"] != dtype:
+        raise UserError(f"--from {path} was measured in {meta['dtype']}, and --dtype is {dtype}")
+    source = f"{path}: {meta['gpus']} x {meta['card']}, {dtype}"
+    return Machine(rates, float(memory), source, meta.get("device") == "cpu")
+
+
+def _meta_of(path: str) -> Mapping[str, Any]:
+    """What the file says of its run, with all that is needed of it.
+
+    Raises:
+        OSError: it cannot be read.
+        ValueError: it is no whole JSON; or it is, and things are missing: names them all.
+    """
+    try:
+        found = json.loads(Path(path).read_text())
+    except json.JSONDecodeError as error:
+        told = (
+            f"breaks off, or is wrong, at line {error.lineno}, column {error.colno}"
+            if error.doc.strip()
+            else "is empty"
+        )
+        raise ValueError(f"it {told}") from error
+    except UnicodeDecodeError as error:
+        raise ValueError("it is no text") from error
+    meta = found.get("meta") if isinstance(found, Mapping) else None
+    missing = lacking("meta", meta, ("card", "gpus", "dtype", "memory_bytes", "rates"))
+    if isinstance(meta, Mapping) and meta.get("rates") is not None:
+        missing += [f"meta.{name}" for name in missing_of(meta["rates"])]
+    if missing:
+        raise ValueError(f"it has no {', '.join(missing)}")
+    return meta

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from tpfused.planning.communication import Fit, nearest
@@ -76,8 +76,12 @@ class Rates:
     def unknown(self) -> list[str]:
         """What was not measured, and counts as nothing: of files of an earlier version, or where only numbers were
         given."""
-        told = {"the latency of kernels": self.latency_us, "the host's time a call": self.host_us}
-        missing = [what for what, known in told.items() if not known]
+        told = {
+            "the latency of kernels": [kind for kind in LATENCIES if kind not in self.latency_us],
+            "the host's time a call": [kind for kind in CALLS if kind not in self.host_us],
+        }
+        whole = (list(LATENCIES), list(CALLS))
+        missing = [what if kinds in whole else f"{what} ({', '.join(kinds)})" for what, kinds in told.items() if kinds]
         return missing + ["how much of a collective a matmul hides"] * (self.hidden is None and bool(self.fits))
 
     def as_dict(self) -> dict[str, Any]:
@@ -91,27 +95,68 @@ class Rates:
         """What `as_dict` gave, or gave before there were `latency_us`, `host_us` and `hidden`.
 
         Raises:
-            ValueError: it is something else.
+            ValueError: it is something else; names all that is missing, or the first thing that is no such number.
         """
-        try:
-            fits = tuple(Fit(**each) for each in known["fits"])
-            passes = {kind: float(known["pass_rates"][kind]) for kind in (STRIDED, JOINED)}
-            rates = {name: float(known[name]) for name in NAMES}
-            latencies, calls = (
-                {kind: float(known[name][kind]) for kind in kinds if kind in known.get(name, {})}
-                for name, kinds in (("latency_us", LATENCIES), ("host_us", CALLS))
-            )
-            hidden = None if known.get("hidden") is None else float(known["hidden"])
-            odd = [fit for fit in fits if not (fit.ranks > 1 and fit.alpha_us >= 0 and 0 <= fit.us_per_byte < math.inf)]
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
-            raise ValueError(f"no rates of a machine: {type(error).__name__}: {error}") from error
-        if odd or not all(0 < rate < math.inf for rate in [*rates.values(), *passes.values()]):
-            raise ValueError(f"no rates of a machine: all must be positive, not {odd[0] if odd else rates | passes}")
-        if not all(0 <= us < math.inf for us in [*latencies.values(), *calls.values()]):
-            raise ValueError(f"no rates of a machine: no time is below 0 or endless, as in {latencies | calls}")
-        if hidden is not None and not 0 <= hidden <= 1:
-            raise ValueError(f"no rates of a machine: a share is from 0 to 1, and hidden is {hidden:g}")
+        missing = missing_of(known)
+        if missing:
+            raise ValueError(f"no rates of a machine: there is no {', '.join(missing)}")
+        rates = {name: _number(name, known[name], above=True) for name in NAMES}
+        passes = {kind: _number(kind, known["pass_rates"][kind], above=True) for kind in (STRIDED, JOINED)}
+        latencies, calls = (
+            {kind: _number(f"{name}.{kind}", table[kind]) for kind in kinds if kind in table}
+            for name, kinds in (("latency_us", LATENCIES), ("host_us", CALLS))
+            for table in [_table(name, known.get(name, {}))]
+        )
+        hidden = None if known.get("hidden") is None else _number("hidden", known["hidden"], most=1)
+        fits = tuple(_fit(f"fits[{index}]", each) for index, each in enumerate(known["fits"]))
         return cls(**rates, pass_rates=passes, fits=fits, latency_us=latencies, host_us=calls, hidden=hidden)
 
 
 NAMES = ("matmul_tflops", "attention_tflops", "attention_backward_tflops", "memory_gbps")
+FIT = ("op", "group", "ranks", "alpha_us", "us_per_byte")  # without which a fit says nothing
+
+
+def missing_of(rates: object) -> list[str]:
+    """What of `Rates.as_dict` is not there, and cannot be done without, by its place."""
+    missing = lacking("rates", rates, (*NAMES, "pass_rates", "fits"))
+    if isinstance(rates, Mapping) and rates.get("pass_rates") is not None:
+        missing += lacking("rates.pass_rates", rates["pass_rates"], (STRIDED, JOINED))
+    if isinstance(rates, Mapping) and rates.get("fits") is not None:
+        each = rates["fits"] if isinstance(rates["fits"], list | tuple) else [rates["fits"]]
+        missing += [name for index, fit in enumerate(each) for name in lacking(f"rates.fits[{index}]", fit, FIT)]
+    return missing
+
+
+def lacking(place: str, table: object, names: Iterable[str]) -> list[str]:
+    """Which of `names` are not in `table`, or null, with its place; the place alone where it is no table."""
+    if not isinstance(table, Mapping):
+        return [place]
+    return [f"{place}.{name}" for name in names if table.get(name) is None]
+
+
+def _fit(place: str, known: Mapping[str, Any]) -> Fit:
+    for name, is_right in (
+        ("op", isinstance(known["op"], str)),
+        ("group", isinstance(known["group"], str)),
+        ("ranks", isinstance(known["ranks"], int) and known["ranks"] > 1),
+    ):
+        if not is_right:
+            raise ValueError(f"no rates of a machine: {place}.{name} is {known[name]!r}")
+    for name in ("alpha_us", "us_per_byte"):
+        _number(f"{place}.{name}", known[name])
+    return Fit(**{each.name: known[each.name] for each in fields(Fit) if each.name in known})
+
+
+def _table(name: str, known: object) -> Mapping[str, Any]:
+    if not isinstance(known, Mapping):
+        raise ValueError(f"no rates of a machine: {name} is {known!r}, no table of times")
+    return known
+
+
+def _number(name: str, value: object, above: bool = False, most: float = math.inf) -> float:
+    """From 0, or above it, up to `most`; finite."""
+    is_one = isinstance(value, int | float) and not isinstance(value, bool)
+    if not is_one or not 0 <= value <= most or value == math.inf or (above and not value):
+        must = "above 0" if above else "0 or more" if most == math.inf else f"from 0 to {most:g}"
+        raise ValueError(f"no rates of a machine: {name} must be a number {must}, not {value!r}")
+    return float(value)
