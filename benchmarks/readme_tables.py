@@ -284,7 +284,9 @@ def predicted_steps(folder: Path) -> list[str]:
     the same card say of them."""
     machines = {}
     for file, meta, _ in sorted(recorded(folder, "comm"), key=lambda each: (each[1]["date"], each[0])):
-        machines[meta["card"], meta["gpus"], meta["dtype"]] = file, Rates.from_dict(meta["rates"])
+        rates = Rates.from_dict(meta["rates"])
+        if not rates.unknown():  # a file of an earlier version: half a prediction is none
+            machines[meta["card"], meta["gpus"], meta["dtype"]] = file, rates
     parts = []
     for card, operations in newest_of_each_card(folder, "model").items():
         file, meta, rows = operations.get("train", (None, {}, ()))
@@ -296,9 +298,7 @@ def predicted_steps(folder: Path) -> list[str]:
         shape = replace(PRESETS[SIZES[meta["size"]]], layers=meta["layers"])
         source, rates = machines[*card, rows[0]["dtype"]]
         told = f"Training steps, {meta['layers']} layers, of [{file}](benchmarks/results/{file}), by the rates of "
-        told += f"[{source}](benchmarks/results/{source})"
-        unknown = rates.unknown()
-        parts.append(f"{told}, which does not tell {', '.join(unknown)}." if unknown else f"{told}.")
+        parts.append(f"{told}[{source}](benchmarks/results/{source}).")
         lines = [f"| train ({rows[0]['dtype']}) | measured ms | by rates ms | error |", "|---|--:|--:|--:|"]
         for row in rows:
             step = Step(row["batch"], row["batch"], row["tokens"], BYTES[row["dtype"]], True, False, rates.hidden != 0)

@@ -122,4 +122,4 @@ def test_a_load_takes_as_long_as_it_is_asked_for():
     load(20_000)
     end.record()
     torch.cuda.synchronize()
-    assert 15 < begin.elapsed_time(end) < 60
+    assert 5 < begin.elapsed_time(end) < 80  # of 20 ms: others may have used the GPU while it was measured, or now
