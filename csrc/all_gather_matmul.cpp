@@ -10,9 +10,7 @@ constexpr int64_t wave = 132 * 128 * 256;  // entries that an H100's multiproces
 // `count` rows of each of a batch of x, multiplied to their places from row `first` on.
 Product product_of(const AllGatherMatmul& o, const Column& column, Matrix x, int64_t first, int64_t count,
                    int64_t batch) {
-  auto rows = [&](void* base) {
-    return static_cast<char*>(base) + first * column.n * static_cast<int64_t>(size_of(o.type));
-  };
+  auto rows = [&](void* base) { return static_cast<char*>(base) + first * column.n * size_of(o.type); };
   Product product{x, column.w.forward(), matrices(rows(column.y), column.n, o.rows.all()), count, column.n, o.k, batch};
   product.activation = column.activation;
   product.bias = column.bias;
@@ -22,7 +20,7 @@ Product product_of(const AllGatherMatmul& o, const Column& column, Matrix x, int
 }
 
 void few_rows(Group& group, const AllGatherMatmul& o, Workspace& workspace, cudaStream_t stream) {
-  const int64_t row_bytes = o.k * static_cast<int64_t>(size_of(o.type));
+  const int64_t row_bytes = o.k * size_of(o.type);
   char* of_matmul = workspace.take(workspace_bytes(o.type));
   void* all = o.all ? o.all : workspace.take(o.rows.total() * row_bytes);
   small_gather(group, o.rows, row_bytes, o.x, all, stream);
@@ -36,7 +34,7 @@ void few_rows(Group& group, const AllGatherMatmul& o, Workspace& workspace, cuda
 // This rank's rows first, from where they are; then each peer's, when they have arrived, on the two lanes in turn.
 void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (is_small(group, tier, o.rows, o.k * static_cast<int64_t>(size_of(o.type)), most_gathered)) {
+  if (is_small(group, tier, o.rows, o.k * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
@@ -58,9 +56,7 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
   }
   if (o.all) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, group.transfers);
-    check(cudaMemcpyAsync(o.all, gather->all(), tiles.bytes(o.rows.total() * o.k), cudaMemcpyDeviceToDevice,
-                          group.transfers),
-          "cudaMemcpyAsync");
+    copy(o.all, gather->all(), tiles.bytes(o.rows.total() * o.k), group.transfers);
   }
   tiles.join(Tiles::caller, Tiles::beside);
   tiles.end();

@@ -15,7 +15,7 @@ Product wgrad(const RowBackward& o, const void* dy) {
 }
 
 void few_rows(Group& group, const ColumnBackward& o, Workspace& workspace, cudaStream_t stream) {
-  const int64_t row_bytes = o.k * static_cast<int64_t>(size_of(o.type)), rows = o.rows.total();
+  const int64_t row_bytes = o.k * size_of(o.type), rows = o.rows.total();
   Matmul& matmul = group.matmul(o.type);
   char* of_matmul = workspace.take(workspace_bytes(o.type));
   if (o.wants_dx) {
@@ -40,7 +40,7 @@ void few_rows(Group& group, const ColumnBackward& o, Workspace& workspace, cudaS
 }
 
 void few_rows(Group& group, const RowBackward& o, Workspace& workspace, cudaStream_t stream) {
-  const int64_t row_bytes = o.n * static_cast<int64_t>(size_of(o.type)), rows = o.rows.total();
+  const int64_t row_bytes = o.n * size_of(o.type), rows = o.rows.total();
   Matmul& matmul = group.matmul(o.type);
   char* of_matmul = workspace.take(workspace_bytes(o.type));
   char* all = workspace.take(rows * row_bytes);
@@ -55,7 +55,7 @@ void few_rows(Group& group, const RowBackward& o, Workspace& workspace, cudaStre
 
 void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (is_small(group, tier, o.rows, o.k * static_cast<int64_t>(size_of(o.type)), most_gathered)) {
+  if (is_small(group, tier, o.rows, o.k * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
@@ -88,7 +88,7 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
 
 void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  if (is_small(group, tier, o.rows, o.n * static_cast<int64_t>(size_of(o.type)), most_gathered)) {
+  if (is_small(group, tier, o.rows, o.n * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);

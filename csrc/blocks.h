@@ -8,7 +8,9 @@ namespace tpfused {
 // The rows of a matmul in up to four blocks: one is exchanged while the next is multiplied.
 struct Blocks {
   static constexpr int most = 4;
-  static constexpr int64_t least_tiles = 2 * 132;  // of 128 x 256: with fewer, multiprocessors are idle
+  // Of 128 x 256: with fewer, an H100's multiprocessors are idle. The same on any GPU, as all ranks make the same
+  // blocks.
+  static constexpr int64_t least_tiles = 2 * 132;
 
   int64_t m;
   int count;

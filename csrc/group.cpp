@@ -126,8 +126,15 @@ void Group::connect_nccl(const ncclUniqueId& id, int processors) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.minCTAs = 1;
   config.maxCTAs = processors;
-  check(ncclCommInitRankConfig(&nccl, size, id, rank, &config), "ncclCommInitRank");
+  ncclComm_t made = nullptr;
+  check(ncclCommInitRankConfig(&made, size, id, rank, &config), "ncclCommInitRank");
+  nccl = made;
   nccl_processors = processors;
+}
+
+bool Group::has_failed() {
+  std::lock_guard<std::mutex> lock(failure_mutex_);
+  return !failure_.empty();
 }
 
 void Group::check_alive() {
@@ -142,12 +149,19 @@ void Group::fail(const std::string& why) {
 
 void Group::give_up(const std::string& operation, double seconds) {
   std::string told = operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                     " has not ended after " + std::to_string(static_cast<int>(seconds)) + " s";
+                     " has not ended after " + std::to_string(static_cast<int>(seconds)) + " s" + release();
+  fail(told);
+  std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
+  abort_nccl();
+}
+
+std::string Group::release() {
+  std::string told;
   replays_->given_up = 1;
   cudaStream_t stream = nullptr;  // the waiting ones are busy
   if (peers && cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess) {
     std::vector<uint32_t> words = peers->all_words(stream);
-    told += missing(words, stream);
+    told = missing(words, stream);
     words.resize(PeerMemory::words);
     for (uint32_t& word : words) word += 1u << 30;  // beyond whatever is waited for
     cudaMemcpyAsync(peers->arrived(rank, 0, 0), words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice,
@@ -155,9 +169,7 @@ void Group::give_up(const std::string& operation, double seconds) {
     cudaStreamSynchronize(stream);
     cudaStreamDestroy(stream);
   }
-  fail(told);
-  std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
-  if (nccl) abort_nccl();
+  return told;
 }
 
 uint32_t Group::first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived) {
@@ -211,11 +223,12 @@ std::string Group::missing(const std::vector<uint32_t>& words, cudaStream_t stre
 }
 
 void Group::abort_nccl() {
-  auto abort = [comm = nccl, device = device] {
+  ncclComm_t aborted = nccl.exchange(nullptr);
+  if (!aborted) return;
+  auto abort = [aborted, device = device] {
     cudaSetDevice(device);
-    ncclCommAbort(comm);
+    ncclCommAbort(aborted);
   };
-  nccl = nullptr;
   // NCCL ends its kernels at once, but returns only when no CUDA graph that holds one is left.
   if (captured_) return std::thread(abort).detach();
   abort();
@@ -225,8 +238,9 @@ Group::~Group() {
   int previous = 0;
   cudaGetDevice(&previous);
   cudaSetDevice(device);
+  finish();  // else freeing memory would wait for an operation that waits for a rank that has died
   watchdog.reset();
-  if (nccl) abort_nccl();  // waits for no other rank
+  abort_nccl();  // waits for no other rank
   peers.reset();
   kept_.clear();
   if (replayed_) cudaFree(replayed_);
@@ -307,6 +321,16 @@ size_t Group::peer_bytes() const {
   size_t bytes = peers ? peers->bytes() : 0;
   for (const auto& kept : kept_) bytes += kept->bytes();
   return bytes;
+}
+
+void Group::finish() {
+  if (has_failed()) {  // a part of an operation may be enqueued that nobody watches
+    release();
+    abort_nccl();
+  } else {
+    watchdog->finish();
+  }
+  for (cudaStream_t stream : {transfers, beside}) cudaStreamSynchronize(stream);
 }
 
 void Group::disconnect() {

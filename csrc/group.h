@@ -132,10 +132,10 @@ class Group {
   const int device, rank, size;
   int architecture = 0;  // 9 for compute capability 9.0
   int nccl_processors = 0;
-  ncclComm_t nccl = nullptr;
-  cudaStream_t transfers = nullptr;  // copies and collectives
-  std::mutex mutex;                  // held while an operation is enqueued
-  cudaStream_t beside = nullptr;     // matmuls beside those of the caller's stream, and before them
+  std::atomic<ncclComm_t> nccl{nullptr};  // none, too, once an operation has been given up
+  cudaStream_t transfers = nullptr;       // copies and collectives
+  std::mutex mutex;                       // held while an operation is enqueued
+  cudaStream_t beside = nullptr;          // matmuls beside those of the caller's stream, and before them
   std::unique_ptr<PeerMemory> peers;
 
   // Around an operation, eager or captured: something watches whether it ends.
@@ -170,6 +170,9 @@ class Group {
   // With new memory for `slots`; what a captured graph uses stays.
   void allocate(size_t slot_bytes);
   size_t peer_bytes() const;  // of all such memory
+  // When eager operations have ended, or one has been given up: nothing that was enqueued writes to peers any more.
+  void finish();
+  // The peers' memory is no longer mapped here, unless for graphs that were captured. After `finish`.
   void disconnect();
 
   // The same bits from every tier and at every run.
@@ -189,8 +192,11 @@ class Group {
   std::unique_ptr<Watchdog> watchdog;
 
  private:
-  // Says who is missing, and lets everything on this rank's streams go on, so that the GPU and its process can.
+  // Says who is missing, and releases what waits for them.
   void give_up(const std::string& operation, double seconds);
+  // Lets everything on this rank's streams go on, so that the GPU and its process can. -> what it waits for.
+  std::string release();
+  bool has_failed();
   // Which peers this rank waits for, and for what, as far as the words in its memory tell.
   std::string missing(const std::vector<uint32_t>& words, cudaStream_t stream);
   uint32_t first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived);

@@ -5,6 +5,8 @@
 namespace tpfused {
 namespace {
 
+constexpr size_t most_plans = 4096;  // token counts that vary would make ever more
+
 cudaDataType_t data_type(Type type) {
   switch (type) {
     case Type::float32:
@@ -66,6 +68,7 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
   Key key{p.m,           p.n,           p.k,         p.batch,    kind,       static_cast<int>(p.activation),
           p.a.leading,   p.b.leading,   p.y.leading, p.a.stride, p.y.stride, p.spared,
           p.rows_of_all, p.pre_leading, p.wide};
+  if (plans_.size() >= most_plans && !plans_.count(key)) plans_.clear();
   std::unique_ptr<Plan>& known = plans_[key];
   if (known) return *known;
 

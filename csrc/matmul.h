@@ -12,7 +12,7 @@ namespace tpfused {
 
 enum class Type { float32 = 0, float16 = 1, bfloat16 = 2, tf32 = 3 };  // tf32: float32, rounded for the tensor cores
 
-inline size_t size_of(Type type) { return type == Type::float32 || type == Type::tf32 ? 4 : 2; }
+inline int64_t size_of(Type type) { return type == Type::float32 || type == Type::tf32 ? 4 : 2; }
 
 // What a matmul does with its sums, to which it adds the bias first if there is one. gelu is its tanh form.
 enum class Activation { none = 0, relu = 1, gelu = 2 };

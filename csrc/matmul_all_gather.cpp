@@ -12,7 +12,7 @@ struct Columns {
   int64_t all = o.features.all();
   int64_t own = o.features.count(group.rank);
 
-  int64_t bytes(int64_t entries) const { return entries * static_cast<int64_t>(size_of(o.type)); }
+  int64_t bytes(int64_t entries) const { return entries * size_of(o.type); }
 
   // `width` entries of each of `rows` rows, between row-major matrices.
   void copy(void* to, int64_t to_leading, const void* from, int64_t from_leading, int64_t width, int64_t rows,

@@ -30,9 +30,9 @@ void multiply_wgrad(const MatmulAllReduce& o, Tiles& tiles) {
 }
 
 // In each block every rank adds all parts of its share of the rows, and pushes the sums to the others.
-class ByCopies {
+class CopiedSum {
  public:
-  ByCopies(Group& group, const MatmulAllReduce& o, Tiles& tiles, Workspace& workspace, cudaStream_t stream)
+  CopiedSum(Group& group, const MatmulAllReduce& o, Tiles& tiles, Workspace& workspace, cudaStream_t stream)
       : group_(group),
         o_(o),
         tiles_(tiles),
@@ -68,11 +68,7 @@ class ByCopies {
     return tiles_.bytes((from * all + before) * o_.n);
   }
 
-  void push(char* to, const char* from, int64_t rows) {
-    if (rows == 0) return;
-    check(cudaMemcpyAsync(to, from, tiles_.bytes(rows * o_.n), cudaMemcpyDeviceToDevice, group_.transfers),
-          "cudaMemcpyAsync to a peer");
-  }
+  void push(char* to, const char* from, int64_t rows) { copy(to, from, tiles_.bytes(rows * o_.n), group_.transfers); }
 
   void multiply(int block) {
     const int rank = group_.rank, size = group_.size;
@@ -114,10 +110,8 @@ class ByCopies {
       int from = (rank + step) % size;
       int64_t at = tiles_.bytes((blocks_.first(block) + share.first(from)) * o_.n);
       group_.wait_for_arrival(sums_, from, stream_, block + 1);
-      if (share.count(from) == 0) continue;
-      check(cudaMemcpyAsync(static_cast<char*>(o_.y) + at, group_.peers->slot(rank, sums_.slot) + at,
-                            tiles_.bytes(share.count(from) * o_.n), cudaMemcpyDeviceToDevice, stream_),
-            "cudaMemcpyAsync");
+      copy(static_cast<char*>(o_.y) + at, group_.peers->slot(rank, sums_.slot) + at,
+           tiles_.bytes(share.count(from) * o_.n), stream_);
     }
   }
 
@@ -148,7 +142,7 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles) {
   tiles.join(Tiles::caller, Tiles::beside);
 }
 
-// The same exchange as `ByCopies`, by NCCL, so that the sums are rounded alike.
+// The same exchange as `CopiedSum`, by NCCL, so that the sums are rounded alike.
 void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Workspace& workspace, cudaStream_t stream) {
   Rows rows{o.m, 1, 1, group.size};
   const int64_t own = rows.count(group.rank), row_bytes = tiles.bytes(o.n);
@@ -162,7 +156,7 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
   follow(group.transfers, stream);
   auto gather = start_gather(group, Tier::nccl, rows, row_bytes, sums, true, workspace);
   for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
-  check(cudaMemcpyAsync(o.y, gather->all(), o.m * row_bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+  copy(o.y, gather->all(), o.m * row_bytes, stream);
 }
 
 // One matmul and one kernel, on the caller's stream alone.
@@ -184,7 +178,7 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  const int64_t row_bytes = o.n * static_cast<int64_t>(size_of(o.type));
+  const int64_t row_bytes = o.n * size_of(o.type);
   if (o.norm && (row_bytes % 16 || row_bytes > most_normalized)) {
     throw std::runtime_error("rows of an AddNorm have up to 32 KiB, in multiples of 16 bytes");
   }
@@ -200,7 +194,7 @@ void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Worksp
   }
   Tiles tiles(group, o.type, o.m, workspace, stream);
   if (tier == Tier::p2p) {
-    ByCopies(group, o, tiles, workspace, stream).run();
+    CopiedSum(group, o, tiles, workspace, stream).run();
   } else if (group.deterministic) {
     by_nccl_in_order(group, o, tiles, workspace, stream);
   } else {

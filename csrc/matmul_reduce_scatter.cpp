@@ -24,7 +24,7 @@ void few_rows(Group& group, const MatmulReduceScatter& o, Workspace& workspace, 
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o, Workspace workspace,
                            cudaStream_t stream) {
   DeviceGuard guard(group.device);
-  const int64_t row_bytes = o.n * static_cast<int64_t>(size_of(o.type));
+  const int64_t row_bytes = o.n * size_of(o.type);
   const bool in_vectors = row_bytes % 16 == 0;  // as the bias is added
   if (in_vectors && is_small(group, tier, o.rows, row_bytes, most_scattered)) {
     return few_rows(group, o, workspace, stream);

@@ -101,10 +101,7 @@ PyObject* group_connect_nccl(PyObject*, PyObject* args) {
 PyObject* group_destroy(PyObject*, PyObject* args) {
   long long group;
   if (!PyArg_ParseTuple(args, "L:group_destroy", &group)) return nullptr;
-  return guarded([&] {
-    delete at<Group>(group);
-    return Py_NewRef(Py_None);
-  });
+  return unlocked([&] { delete at<Group>(group); });
 }
 
 PyObject* group_allocate(PyObject*, PyObject* args) {
@@ -144,11 +141,11 @@ PyObject* group_deterministic(PyObject*, PyObject* args) {
 PyObject* group_disconnect(PyObject*, PyObject* args) {
   long long address;
   if (!PyArg_ParseTuple(args, "L:group_disconnect", &address)) return nullptr;
-  return guarded([&] {
+  return unlocked([&] {
     auto& group = *at<Group>(address);
     DeviceGuard guard(group.device);
+    group.finish();
     group.disconnect();
-    return Py_NewRef(Py_None);
   });
 }
 
@@ -370,7 +367,8 @@ PyMethodDef methods[] = {
     {"group_create", group_create, METH_VARARGS, "group_create(device, rank, size) -> group. Waits for no other rank."},
     {"group_connect_nccl", group_connect_nccl, METH_VARARGS,
      "group_connect_nccl(group, nccl_id, processors): for the NCCL tier. All ranks together."},
-    {"group_destroy", group_destroy, METH_VARARGS, "group_destroy(group). Waits for no other rank."},
+    {"group_destroy", group_destroy, METH_VARARGS,
+     "group_destroy(group), when its operations have ended or one has been given up."},
     {"group_allocate", group_allocate, METH_VARARGS,
      "group_allocate(group, slot_bytes) -> handle of this rank's memory that peers write, for `group_connect`."},
     {"group_peer_bytes", group_peer_bytes, METH_VARARGS,
@@ -380,7 +378,7 @@ PyMethodDef methods[] = {
     {"group_deterministic", group_deterministic, METH_VARARGS,
      "group_deterministic(group, wanted): whether every tier gives the same bits from now on. On all ranks."},
     {"group_disconnect", group_disconnect, METH_VARARGS,
-     "group_disconnect(group): before any rank allocates anew; no operation may be under way on any of them."},
+     "group_disconnect(group), when its operations have ended: before any rank frees the memory that peers write."},
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},
     {"all_gather_matmul", run_all_gather_matmul, METH_VARARGS,
      "all_gather_matmul(" CALL_NAMES

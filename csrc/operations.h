@@ -47,7 +47,8 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& operation
                        cudaStream_t stream);
 
 // y [own rows, n] = this rank's rows of the sum over the ranks of x [total, k] @ w.T, plus a residual and a bias. Each
-// rank's part is rounded to the type, and the parts are added in float32 in the ranks' order, and then those.
+// rank's part is rounded to the type, and the parts are added in float32 in the ranks' order, and then those. But of
+// two ranks and many rows, outside deterministic mode, some own parts are added to the peer's before they are rounded.
 struct MatmulReduceScatter {
   Rows rows;
   int64_t k, n;

@@ -7,13 +7,13 @@
 namespace tpfused {
 namespace {
 
-struct Parts {
+struct Addends {
   const void* at[most_parts];
 };
 
 // Floor: `count` reads and one write. `Width` entries a thread, 16 bytes where everything is aligned to them.
 template <typename T, int Width>
-__global__ void add_parts_kernel(T* y, Parts parts, int count, const T* bias, int64_t entries, int64_t n) {
+__global__ void add_parts_kernel(T* y, Addends parts, int count, const T* bias, int64_t entries, int64_t n) {
   using Vector = Vector<T, Width>;
   for (int64_t i = (blockIdx.x * static_cast<int64_t>(blockDim.x) + threadIdx.x) * Width; i < entries;
        i += static_cast<int64_t>(gridDim.x) * blockDim.x * Width) {
@@ -27,7 +27,7 @@ __global__ void add_parts_kernel(T* y, Parts parts, int count, const T* bias, in
 }
 
 template <typename T>
-void launch(void* y, const Parts& parts, int count, const void* bias, int64_t rows, int64_t n, cudaStream_t stream) {
+void launch(void* y, const Addends& parts, int count, const void* bias, int64_t rows, int64_t n, cudaStream_t stream) {
   int64_t entries = rows * n;
   uintptr_t addresses = reinterpret_cast<uintptr_t>(y) | reinterpret_cast<uintptr_t>(bias);
   for (int part = 0; part < count; ++part) addresses |= reinterpret_cast<uintptr_t>(parts.at[part]);
@@ -50,7 +50,7 @@ void add_parts(void* y, const void* const* parts, int count, const void* bias, i
                cudaStream_t stream) {
   if (rows * n == 0) return;
   if (count > most_parts) throw std::runtime_error("add_parts: more than 65 parts");
-  Parts list;
+  Addends list;
   for (int part = 0; part < count; ++part) list.at[part] = parts[part];
   by_type(type, [&](auto zero) { launch<decltype(zero)>(y, list, count, bias, rows, n, stream); });
 }

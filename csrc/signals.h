@@ -7,7 +7,7 @@
 namespace tpfused {
 
 // Counts in memory as `MemoryOperations` sets and awaits them, for streams that a CUDA graph is captured from: a graph
-// would repeat a count that the host has put into it. Here a use's number is on the GPU, and a kernel of one warp,
+// would repeat a count that the host has put into it. Here a use's number is on the GPU, and a kernel of two warps,
 // which holds no multiprocessor that another kernel needs, reads it there.
 
 constexpr int most_ranks = 64;

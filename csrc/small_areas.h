@@ -106,6 +106,7 @@ struct Areas {
       if (atomicAdd(counter + 1, 1) == gridDim.x - 1) {
         counter[1] = 0;
         counter[0] = epoch;
+        __threadfence();  // before this kernel ends: the next one may read it before `follow_matmul`
       }
     }
     __syncthreads();

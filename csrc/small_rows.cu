@@ -57,7 +57,7 @@ void small_gather(Group& group, const Rows& rows, int64_t row_bytes, const void*
 
 void small_scatter(Group& group, const Rows& rows, int64_t n, Type type, const void* part, const void* residual,
                    const void* bias, void* y, cudaStream_t stream) {
-  const int64_t row_bytes = n * static_cast<int64_t>(size_of(type)), own = own_bytes(rows, row_bytes);
+  const int64_t row_bytes = n * size_of(type), own = own_bytes(rows, row_bytes);
   group.begin_small_sum(stream);
   by_type(type, [&](auto zero) {
     using T = decltype(zero);

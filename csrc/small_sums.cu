@@ -51,7 +51,7 @@ __global__ void __launch_bounds__(norm_threads) add_norm(AddNorm norm, const cha
   });
 }
 
-int64_t vectors_of(int64_t rows, int64_t n, Type type) { return rows * n * static_cast<int64_t>(size_of(type)) / 16; }
+int64_t vectors_of(int64_t rows, int64_t n, Type type) { return rows * n * size_of(type) / 16; }
 
 bool by_one_shot(const Group& group, int64_t vectors) { return group.size == 2 || vectors * 16 <= one_shot_bytes; }
 

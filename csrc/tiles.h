@@ -57,7 +57,7 @@ class Tiles {
   // Whatever comes on one lane from now on follows what is on the other now.
   void join(Lane later, Lane earlier) { follow(streams_[later], streams_[earlier]); }
 
-  int64_t bytes(int64_t entries) const { return entries * static_cast<int64_t>(size_of(type_)); }
+  int64_t bytes(int64_t entries) const { return entries * size_of(type_); }
 
  private:
   Type type_;

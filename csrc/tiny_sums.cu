@@ -59,12 +59,12 @@ __global__ void __launch_bounds__(threads)
 }  // namespace
 
 bool is_tiny_sum(int64_t rows, int64_t n, Type type) {
-  return 2 * rows * n * size_of(type) <= PeerMemory::tiny_bytes && n * size_of(type) % 16 == 0;
+  return 2 * rows * n * size_of(type) <= static_cast<int64_t>(PeerMemory::tiny_bytes) && n * size_of(type) % 16 == 0;
 }
 
 void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
   Areas areas = areas_of(group, 0);
-  int64_t vectors = s.rows * s.n * static_cast<int64_t>(size_of(s.type)) / 16;
+  int64_t vectors = s.rows * s.n * size_of(s.type) / 16;
   auto part = static_cast<const int4*>(s.part);
   if (!s.pushed) group.begin_small_sum(stream);  // else the matmul's kernel has
   by_type(s.type, [&](auto zero) {

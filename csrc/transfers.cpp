@@ -5,19 +5,42 @@
 namespace tpfused {
 namespace {
 
-void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
-  if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
-}
+constexpr int64_t most_pitch = INT32_MAX;  // bytes from one row to the next of a two-dimensional copy
 
 // A rank's rows, which lie together in `x`, to their places among all.
 void copy_among(char* all, const void* x, Rows rows, int rank, int64_t row_bytes, cudaStream_t stream) {
   const int64_t bytes = rows.count(rank) * row_bytes;
   if (bytes == 0 || rows.batch == 0) return;
-  if (rows.batch == 1) return copy(all + rows.first(rank) * row_bytes, x, bytes, stream);
-  check(cudaMemcpy2DAsync(all + rows.first(rank) * row_bytes, rows.all() * row_bytes, x, bytes, bytes, rows.batch,
-                          cudaMemcpyDeviceToDevice, stream),
+  const int64_t pitch = rows.all() * row_bytes;
+  all += rows.first(rank) * row_bytes;
+  if (rows.batch == 1 || pitch > most_pitch) {
+    for (int64_t each = 0; each < rows.batch; ++each) {
+      copy(all + each * pitch, static_cast<const char*>(x) + each * bytes, bytes, stream);
+    }
+    return;
+  }
+  check(cudaMemcpy2DAsync(all, pitch, x, bytes, bytes, rows.batch, cudaMemcpyDeviceToDevice, stream),
         "cudaMemcpy2DAsync");
 }
+
+// NCCL starts what is called in its life together, at `start`. It is over, too, where a call throws: NCCL would only
+// collect whatever this thread calls later, torch's collectives among it.
+class NcclCalls {
+ public:
+  NcclCalls() { check(ncclGroupStart(), "ncclGroupStart"); }
+  ~NcclCalls() {
+    if (open_) ncclGroupEnd();
+  }
+  void start() {
+    open_ = false;
+    check(ncclGroupEnd(), "ncclGroupEnd");
+  }
+  NcclCalls(const NcclCalls&) = delete;
+  NcclCalls& operator=(const NcclCalls&) = delete;
+
+ private:
+  bool open_ = true;
+};
 
 // What a gather and a scatter of one tier have in common.
 template <typename Interface>
@@ -51,10 +74,10 @@ class ByNccl : public Interface {
                         int from) {
     ncclComm_t nccl = group_.nccl;
     cudaStream_t transfers = group_.transfers;
-    check(ncclGroupStart(), "ncclGroupStart");
+    NcclCalls calls;
     if (sent_bytes > 0) check(ncclSend(sent, sent_bytes, ncclInt8, to, nccl, transfers), "ncclSend");
     if (received_bytes > 0) check(ncclRecv(received, received_bytes, ncclInt8, from, nccl, transfers), "ncclRecv");
-    check(ncclGroupEnd(), "ncclGroupEnd");
+    calls.start();
   }
 
   Group& group_;
@@ -123,11 +146,11 @@ class NcclGather : public ByNccl<Gather> {
     for (int step = 1; step < size; ++step) {
       int to = (rank - step + size) % size, from = (rank + step) % size;
       const int64_t sent = rows.count(rank) * row_bytes, received = rows.count(from) * row_bytes;
-      check(ncclGroupStart(), "ncclGroupStart");
+      NcclCalls calls;
       for (int64_t each = 0; each < rows.batch; ++each) {
         send_and_receive(static_cast<const char*>(x) + each * sent, sent, to, at(from, each), received, from);
       }
-      check(ncclGroupEnd(), "ncclGroupEnd");
+      calls.start();
       group.mark(from, group.transfers);
     }
     if (whole) {
@@ -171,6 +194,10 @@ class NcclScatter : public ByNccl<Scatter> {
 };
 
 }  // namespace
+
+void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream) {
+  if (bytes > 0) check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream), "cudaMemcpyAsync");
+}
 
 std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t row_bytes, const void* x, bool whole,
                                      Workspace& workspace) {

@@ -28,6 +28,9 @@ class Workspace {
   char *next_, *end_;
 };
 
+// Of bytes that lie together, which may be a peer's.
+void copy(void* to, const void* from, int64_t bytes, cudaStream_t stream);
+
 class Transfer {
  public:
   virtual ~Transfer() = default;

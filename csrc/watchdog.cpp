@@ -71,16 +71,35 @@ cudaEvent_t Watchdog::end(cudaStream_t stream) {
   return next_.ended;
 }
 
+void Watchdog::finish() {
+  std::unique_lock<std::mutex> lock(mutex_);
+  wake_.notify_all();
+  idle_.wait(lock, [this] { return reported_ || (watched_.empty() && !replays_under_way()); });
+}
+
+void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& operation, double seconds) {
+  lock.unlock();
+  expired_(operation, seconds);
+  lock.lock();
+  reported_ = true;
+  idle_.notify_all();
+}
+
 void Watchdog::watch_replays(const char* operation) {
   std::lock_guard<std::mutex> lock(mutex_);
+  if (captured_.empty()) replays_since_ = Clock::now();
   if (captured_.find(operation) == std::string::npos)
     captured_ += (captured_.empty() ? "" : " or ") + std::string(operation);
   wake_.notify_all();
 }
 
+bool Watchdog::replays_under_way() const {
+  return replays_->begun + replays_->small_begun != replays_->ended + replays_->small_ended;
+}
+
 bool Watchdog::replays_expired(Clock::time_point now) {
-  uint32_t ended = replays_->ended + replays_->small_ended, begun = replays_->begun + replays_->small_begun;
-  if (begun == ended || ended != replays_ended_) {
+  uint32_t ended = replays_->ended + replays_->small_ended;
+  if (!replays_under_way() || ended != replays_ended_) {
     replays_ended_ = ended;
     replays_since_ = now;
   }
@@ -95,12 +114,10 @@ void Watchdog::watch() {
   while (!stopping_) {
     auto now = Clock::now();
     if (!captured_.empty() && replays_expired(now)) {
-      std::string operation = "a replayed " + captured_;
-      lock.unlock();
-      expired_(operation, timeout_seconds);
-      return;
+      return report(lock, "a replayed " + captured_, timeout_seconds);
     }
     if (watched_.empty()) {
+      idle_.notify_all();
       if (captured_.empty()) {
         wake_.wait(lock);
       } else {
@@ -119,12 +136,7 @@ void Watchdog::watch() {
       oldest.since = now;
     }
     double seconds = std::chrono::duration<double>(now - oldest.since).count();
-    if (oldest.running && seconds > timeout_seconds) {
-      std::string operation = oldest.operation;
-      lock.unlock();
-      expired_(operation, seconds);
-      return;
-    }
+    if (oldest.running && seconds > timeout_seconds) return report(lock, oldest.operation, seconds);
     wake_.wait_for(lock, pause);
   }
 }

@@ -31,13 +31,15 @@ class Watchdog {
   cudaEvent_t end(cudaStream_t stream);
   // `operation` is captured: from now on, that replays end is watched too.
   void watch_replays(const char* operation);
+  // Returns when all operations have ended, replayed ones too, or one has been reported.
+  void finish();
 
   std::atomic<double> timeout_seconds{600};
 
  private:
   using Clock = std::chrono::steady_clock;
   struct Watched {
-    std::string operation;
+    const char* operation;  // a literal
     cudaEvent_t begun, ended;
     bool running = false;  // seen to have begun, at `since`
     Clock::time_point since;
@@ -45,14 +47,16 @@ class Watchdog {
   void watch();
   cudaEvent_t new_event();
   void forget_oldest();
+  bool replays_under_way() const;
   bool replays_expired(Clock::time_point now);
+  void report(std::unique_lock<std::mutex>& lock, const std::string& operation, double seconds);
 
   const int device_;
   const Replays* const replays_;
   const Expired expired_;
   std::mutex mutex_;
-  std::condition_variable wake_;
-  bool stopping_ = false;
+  std::condition_variable wake_, idle_;
+  bool stopping_ = false, reported_ = false;
   std::string captured_;  // the operations' names
   uint32_t replays_ended_ = 0;
   Clock::time_point replays_since_;  // when that many had ended, or none was under way

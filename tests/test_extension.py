@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tpfused import extension
-from tpfused.overlap import calls
+from tpfused.overlap import calls, communicator
 
 
 @pytest.fixture
@@ -276,5 +276,11 @@ def test_constants_that_python_and_the_extension_share():
 
     assert calls.ALL_REDUCE_BLOCKS == constant("most")
     assert calls.MOST_NORMALIZED == constant("most_normalized")
+    assert communicator.MOST_RANKS == constant("most_ranks")
+    of_float32, of_others = map(int, re.search(r"Type::float32 \? (\d+) : (\d+)\) << 20", text).groups())
+    wanted = {
+        code: 2 * (of_float32 if code == communicator.TYPES[torch.float32] else of_others) << 20 for code in range(4)
+    }
+    assert communicator.WORKSPACE == wanted
     assert calls.MOST_GATHERED == 2 * constant("most_gathered")
     assert calls.MOST_FEATURES_GATHERED == constant("most_small_bytes")

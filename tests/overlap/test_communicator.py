@@ -141,3 +141,36 @@ def test_a_time_out_that_is_none_is_refused(monkeypatch, seconds, error):
     assert communicator._timeout == 600.0
     communicator.set_timeout(30)
     assert communicator._timeout == 30.0
+
+
+def check_a_group_that_is_gone(ctx, folder):
+    """Its memory is freed when all ranks of the next group have let go of it."""
+    events = []
+
+    module = fake_module(
+        group_disconnect=Mock(side_effect=lambda handle: events.append("left")),
+        group_create=Mock(side_effect=lambda *place: events.append("met") or 7),
+        group_destroy=Mock(side_effect=lambda handle: events.append("freed")),
+    )
+    with fakes(lambda: module):
+        assert communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE) is not None
+        ctx.rejoin(folder)
+        events.clear()
+        assert communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE) is not None
+    assert events[:2] == ["left", "met"] and events[-1] == "freed" and events.count("freed") == 1
+
+
+def test_a_group_that_is_gone(workers, tmp_path):
+    workers.run(check_a_group_that_is_gone, str(tmp_path))
+
+
+def check_a_large_group(ctx):
+    module = fake_module()
+    with fakes(lambda: module) as caught, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "MOST_RANKS", 1)
+        assert communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE) is None
+    assert "a group of 2 ranks: the extension takes up to 1" in str(caught[0].message)
+
+
+def test_a_group_of_more_ranks_than_the_extension_takes(workers):
+    workers.run(check_a_large_group)

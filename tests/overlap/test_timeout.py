@@ -63,6 +63,21 @@ def check_missing_rank(ctx, name, what, replayed):
         dist.destroy_process_group(group)
 
 
+def check_group_destroyed_meanwhile(ctx, name):
+    communicator.set_timeout(20)
+    torch.manual_seed(0)
+    group, case = dist.new_group(), Case(ctx, *CASES["copied rows"][:4])
+    with tier(name):
+        case.run(group)
+        finish_together(group)
+        if ctx.rank != ctx.world - 1:
+            case.run(group)  # waits for the last rank, which never calls it
+        dist.destroy_process_group(group)
+        group = dist.new_group()
+        assert case.error(case.run(group)).item() <= TOLERANCE
+        dist.destroy_process_group(group)
+
+
 def check_dead_rank(ctx, name):
     communicator.set_timeout(20)
     torch.manual_seed(0)
@@ -92,3 +107,9 @@ def test_a_dead_rank_leaves_no_other_waiting(ranks, name):
         ranks.run(check_dead_rank, name, timeout=60)
     # The others got their error, and answered, within the few seconds that the pool then gives them.
     assert not re.search(r"ranks? [\d, ]+ of \d+ (raised|had not)", str(failure.value)), failure.value
+
+
+@on_gpus
+@tiers
+def test_a_group_is_destroyed_while_an_operation_waits(ranks, name):
+    ranks.run(check_group_destroyed_meanwhile, name, timeout=30)

@@ -25,6 +25,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
+MOST_RANKS = 64
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
 WORKSPACE = {code: 2 * (2 if code == TYPES[torch.float32] else 32) * 2**20 for code in (*TYPES.values(), TF32)}
 
@@ -76,6 +77,11 @@ class Communicator:
     def set_timeout(self, seconds: float) -> None:
         self.module.group_timeout(self.handle, seconds)
 
+    def leave(self) -> None:
+        """Wait for this rank's operations, and let go of the peers' memory. Each has to before any rank closes."""
+        if self.handle:
+            self.module.group_disconnect(self.handle)
+
     def close(self) -> None:
         if self.handle:
             self.module.group_destroy(self.handle)
@@ -110,7 +116,8 @@ class Communicator:
 
     def _on_one_host(self) -> bool:
         boot, _ = attempt(Path("/proc/sys/kernel/random/boot_id").read_text)
-        return len(set(exchange(boot, self.process_group))) == 1
+        boots = exchange(boot, self.process_group)
+        return boots[0] is not None and len(set(boots)) == 1
 
     def _grow(self, slot_bytes: int) -> bool:
         """Whether all ranks got new memory and reached that of all others."""
@@ -183,11 +190,14 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
     if key not in _communicators:
         if torch.cuda.is_current_stream_capturing():
             return None
-        for stale in [known for known in _communicators if not exists(known[0])]:
-            closed = _communicators.pop(stale)
-            if closed is not None:
-                closed.close()
-        _communicators[key] = _make(group, device)
+        gone = [_communicators.pop(known) for known in list(_communicators) if not exists(known[0])]
+        for stale in filter(None, gone):
+            stale.leave()
+        try:
+            _communicators[key] = _make(group, device)  # where the ranks meet: all of them have left by then
+        finally:
+            for stale in filter(None, gone):
+                stale.close()
     return _communicators[key]
 
 
@@ -211,6 +221,11 @@ def check_agreement(group: TPGroup, operation: str, shape: Shape, dtype: torch.d
 
 
 def _make(group: TPGroup, device: torch.device) -> Communicator | None:
+    if group.size > MOST_RANKS:
+        told = f"a group of {group.size} ranks: the extension takes up to {MOST_RANKS}"
+        warnings.warn(f"tpfused: collectives are not overlapped with matmuls in {told}", stacklevel=2)
+        return None
+
     def create() -> tuple[Any, int]:
         module = extension.load()
         with torch.cuda.device(device):
