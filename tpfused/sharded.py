@@ -152,13 +152,14 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     written config has the model's class and its parameters' dtype, as transformers' `save_pretrained` writes them.
     Collective: every rank calls it, and rank 0 of the default process group writes into its `path`, holding one file's
     tensors in memory; the other ranks' `path` is not looked at. Several files have an index. An earlier checkpoint in
-    the folder is replaced: at each moment one of the two is whole there, and other files stay.
+    the folder is replaced: at each moment the weights of one of the two are whole there, and other files stay. The
+    configs take their places right before the weights: a save that is cut off between leaves them with the old weights.
 
     Raises:
         ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, rank 0's
             `path` that is none, models that differ between ranks.
-        OSError: rank 0 could not write, and the earlier checkpoint is still there; or it could not delete what the new
-            one, which is whole, replaces.
+        OSError: rank 0 could not write, and the earlier checkpoint's weights are still there; or it could not delete
+            what the new one, which is whole, replaces.
         ImportError: safetensors is not installed.
 
         On every rank, where it concerns one.
