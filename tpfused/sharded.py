@@ -303,23 +303,15 @@ def _computed_buffers(model: nn.Module, device: torch.device | str | None) -> li
     device = _device_of(next((p for p in model.parameters() if hasattr(p, "device_mesh")), None), device)
     made, left = [], []
     for path, module in model.named_modules():
-        params, buffers = module._parameters, module._buffers
-        own = [n for n, b in buffers.items() if n in module._non_persistent_buffers_set and b is not None and b.is_meta]
+        not_stored = module._non_persistent_buffers_set
+        own = [n for n, b in module._buffers.items() if n in not_stored and b is not None and b.is_meta]
         if not own:
             continue
-        # In the module's own place, and taken out of it again: some rank may fail. What else it has, is not to change.
-        module._parameters = {n: p if p is None or p.is_meta else empty_on(p, "meta") for n, p in params.items()}
-        module._buffers = {n: b if b is None else b.clone() for n, b in buffers.items()}
-        try:
-            for name in own:
-                fresh = torch.empty_like(buffers[name], device=device)
-                module._buffers[name] = fresh.fill_(_unlikely(fresh.dtype))
-            if hasattr(model, "_init_weights"):
-                model._init_weights(module)
-            made += [(module, name, module._buffers[name]) for name in own]
-            left += [f"{path}.{n}" for n in own if (module._buffers[n] == _unlikely(module._buffers[n].dtype)).any()]
-        finally:
-            module._parameters, module._buffers = params, buffers
+        # Twice: what is as it was both times, nothing has written to, whatever the values are.
+        over_zeros, over_ones = (_computed(model, module, own, fill, device) for fill in (0, 1))
+        untouched = [n for n in own if ((over_zeros[n] == 0) & (over_ones[n] == 1)).any()]
+        left += [f"{path}.{n}".removeprefix(".") for n in untouched]
+        made += [(module, n, over_zeros[n]) for n in own]
     if left:
         raise ValueError(
             f"buffers on the meta device that are in no checkpoint and that nothing computes: {', '.join(left)}; build "
@@ -328,11 +320,21 @@ def _computed_buffers(model: nn.Module, device: torch.device | str | None) -> li
     return made
 
 
-def _unlikely(dtype: torch.dtype) -> float | int | bool:
-    """A value that marks what nothing has been written to."""
-    if dtype == torch.bool:
-        return False
-    return (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype).min
+def _computed(
+    model: nn.Module, module: nn.Module, names: list[str], fill: int, device: torch.device
+) -> dict[str, Tensor]:
+    """What `_init_weights` makes of these buffers of the module, over memory that is filled so."""
+    params, buffers = module._parameters, module._buffers
+    # In the module's own place, and taken out of it again: some rank may fail. What else it has, is not to change.
+    module._parameters = {n: p if p is None or p.is_meta else empty_on(p, "meta") for n, p in params.items()}
+    module._buffers = {n: b if b is None else b.clone() for n, b in buffers.items()}
+    try:
+        module._buffers |= {n: torch.full_like(buffers[n], fill, device=device) for n in names}
+        if hasattr(model, "_init_weights"):
+            model._init_weights(module)
+        return {n: module._buffers[n] for n in names}
+    finally:
+        module._parameters, module._buffers = params, buffers
 
 
 def _device_of(tensor: Tensor | None, device: torch.device | str | None) -> torch.device:
