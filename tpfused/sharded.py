@@ -77,24 +77,9 @@ def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, St
     _check_path(path)
     found = _by_names_of(model, _open(Path(path), files))
     entries = list(model_entries(model))
-    check_state(found, {name: shape for entry in entries for name, shape in entry.shapes().items()})
-    _check_dtypes(found, {name: entry.tensor.dtype for entry in entries for name in entry.names})
+    shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
+    check_state(found, shapes, {name: entry.tensor.dtype for entry in entries for name in entry.names})
     return found
-
-
-def _check_dtypes(found: dict[str, StoredTensor], expected: dict[str, torch.dtype]) -> None:
-    """Entries are cast from one floating-point dtype to another only: a weight of integers is a quantized one, say."""
-    dtypes = {name: (found[name].dtype, dtype) for name, dtype in expected.items()}
-    odd = [
-        f"{name} {stored}, not {own}"
-        for name, (stored, own) in dtypes.items()
-        if stored != own and not (stored.is_floating_point and own.is_floating_point)
-    ]
-    if odd:
-        raise ValueError(
-            f"{len(odd)} of {len(found)} tensors have another dtype than the model: only floating-point ones are cast"
-            + "".join(f"\n  {text}" for text in odd)
-        )
 
 
 def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.ProcessGroup]) -> None:
