@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfused.agreement import attempt, by_rank, raise_together, together
-from tpfused.checkpoint import check_state, model_entries, save_entry
+from tpfused.checkpoint import Entry, check_state, model_entries, save_entry
 from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local, shard_info, whole_shape
@@ -37,7 +37,8 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     Besides the model, this takes the memory of one parameter's part. Names are the dense model's (those of
     transformers for a model from `parallelize`); a transformers checkpoint may lack or have the base model's prefix,
-    and hold a tied parameter under any of its names. Dtypes are the model's: floating-point entries are cast to them,
+    and hold a tied parameter under any of its names. Where it holds one under several, this rank's parts of them are
+    compared, which takes the memory of a few. Dtypes are the model's: floating-point entries are cast to them,
     no others. All ranks that the model is split over call it: none loads anything unless each can.
 
     What is on the meta device is made first: DTensors on their mesh's devices, other tensors on `device` (None: torch's
@@ -51,8 +52,9 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
         ValueError: tensors are missing, not the model's, of another shape, of another dtype where one of the two is no
-            floating-point one, or begin with other entries on another rank (all are listed), or are in two files; a
-            file that is broken; buffers on the meta device that cannot be computed; a rank is in another call.
+            floating-point one, the same parameter's under two names but different, or begin with other entries on
+            another rank (all are listed), or are in two files; a file that is broken; buffers on the meta device that
+            cannot be computed; a rank is in another call.
         TypeError: a `path` that is no str or Path.
         ImportError: safetensors is not installed.
 
@@ -75,11 +77,44 @@ def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, St
     """All that the model needs, and nothing else, by its names."""
     _check_safetensors("load_sharded")
     _check_path(path)
-    found = _by_names_of(model, _open(Path(path), files))
+    copies = _by_names_of(model, _open(Path(path), files))
     entries = list(model_entries(model))
     shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
-    check_state(found, shapes, {name: entry.tensor.dtype for entry in entries for name in entry.names})
-    return found
+    dtypes = {name: entry.tensor.dtype for entry in entries for name in entry.names}
+    # Under the files' names, of which one parameter may have several: each must fit.
+    names = {name: name for name in shapes if name not in copies}
+    names |= {stored: name for name, each in copies.items() if name in shapes for stored in each}
+    check_state(
+        {stored: tensor for each in copies.values() for stored, tensor in each.items()},
+        {stored: shapes[name] for stored, name in names.items()},
+        {stored: dtypes[name] for stored, name in names.items()},
+    )
+    return _one_of_each(entries, copies)
+
+
+def _one_of_each(entries: list[Entry], copies: dict[str, dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """The first of the tensors that are stored for each, where this rank would load the same bits from the others."""
+
+    def bits(entry: Entry, sources: dict[str, StoredTensor]) -> Tensor:
+        part = entry.read([sources[name] for name in entry.names])
+        return part.to(entry.tensor.dtype).reshape(-1).view(torch.uint8)
+
+    first = {name: next(iter(each.values())) for name, each in copies.items()}
+    different = []
+    for entry in entries:
+        for name in entry.names:
+            one, *others = copies[name]
+            different += [
+                f"{other} from {one}"
+                for other in others
+                if not torch.equal(bits(entry, first), bits(entry, first | {name: copies[name][other]}))
+            ]
+    if different:
+        raise ValueError(
+            f"{len(different)} tensors of the checkpoint differ from others that are the same parameter of the model"
+            + "".join(f"\n  {text}" for text in different)
+        )
+    return first
 
 
 def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.ProcessGroup]) -> None:
@@ -249,18 +284,20 @@ def _open(path: Path, files: ExitStack) -> dict[str, StoredTensor]:
     return stored
 
 
-def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The stored tensors by the first of the model's names for each, without those that its class says to ignore."""
+def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """The stored tensors under their names, by the first of the model's names for each: a tied parameter, or one with
+    and without the prefix, may be there several times. Without those that the model's class says to ignore.
+    """
     first, own = {}, {}
     for entry in model_entries(model, tied_again=True):
         own |= zip(entry.names, first.setdefault(id(entry.tensor), entry.names), strict=True)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    found = {}
+    found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         known = next((known for known in (name, prefix + name, name.removeprefix(prefix)) if known in own), None)
         if known is not None or not any(re.search(pattern, name) for pattern in ignored):
-            found[own.get(known, name)] = tensor
+            found.setdefault(own.get(known, name), {})[name] = tensor
     return found
 
 
