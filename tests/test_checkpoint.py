@@ -212,6 +212,27 @@ def test_one_error_lists_all_that_does_not_fit_and_nothing_changes(workers, tp, 
         ]
 
 
+def test_floating_point_dtypes_are_cast_and_no_others():
+    model = nn.BatchNorm1d(2)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    state = {name: torch.ones_like(tensor) for name, tensor in before.items()}
+    odd = {"weight": state["weight"].int(), "num_batches_tracked": torch.ones(()), "bias": torch.ones(3)}
+    with pytest.raises(ValueError) as raised:
+        load_full_state_dict(model, state | odd)
+    assert str(raised.value).splitlines() == [
+        "the checkpoint does not fit the model: 0 tensors missing, 0 extra, 1 of another shape, 2 of another dtype "
+        "(only floating-point ones are cast)",
+        "  of another shape: bias (3,), not (2,)",
+        "  of another dtype: weight torch.int32, not torch.float32",
+        "  of another dtype: num_batches_tracked torch.float32, not torch.int64",
+    ]
+    with pytest.raises(ValueError, match="num_batches_tracked None, not torch.int64"):  # which is no tensor
+        load_full_state_dict(model, state | {"num_batches_tracked": 1})
+    assert_equal(model.state_dict(), before)
+    load_full_state_dict(model, state | {"weight": state["weight"].bfloat16(), "bias": state["bias"].double()})
+    assert_equal(model.state_dict(), state)
+
+
 # Optimizers
 
 

@@ -37,14 +37,17 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy this rank's part of each tensor of a `full_state_dict` into the model, in place.
 
     Every rank gives the whole `state`. It may be any mapping, such as one that reads a file: each tensor is
-    asked for twice (for its shape first) and not kept. Dtypes and devices are the model's.
+    asked for twice (for its shape first) and not kept. Dtypes and devices are the model's: floating-point
+    tensors are cast, no others.
 
     Raises:
-        ValueError: names are missing, not the model's, or of another shape (all are listed), or the model is
-            on the meta device. Nothing has changed then.
+        ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the
+            two is no floating-point one (all are listed), or the model is on the meta device. Nothing has
+            changed then.
     """
     entries = list(model_entries(model))
-    check_state(state, {name: shape for entry in entries for name, shape in entry.shapes().items()})
+    shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
+    check_state(state, shapes, {name: entry.tensor.dtype for entry in entries for name in entry.names})
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     if on_meta:
         raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): call to_empty() first")
@@ -107,7 +110,7 @@ def load_full_optimizer_state(
         for key in keys:
             number = _shape(state.get(f"{entry.names[0]}.{key}", entry.tensor)) == ()
             expected |= {f"{name}.{key}": () if number else shape for name, shape in entry.shapes().items()}
-    check_state(state, expected)
+    check_state(state, expected, {})  # of any dtype: an optimizer may keep others than its parameters'
 
     restored = {}
     for index, (entry, keys) in enumerate(slots):
@@ -213,17 +216,31 @@ def _shape(value: object) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
 
 
-def check_state(state: Mapping[str, object], expected: dict[str, tuple[int, ...]]) -> None:
-    """Raise one ValueError that lists every way in which `state` is not what is expected."""
+def check_state(
+    state: Mapping[str, object], expected: dict[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> None:
+    """Raise one ValueError that lists every way in which `state` has not the shapes and the dtypes that are expected.
+
+    One floating-point dtype does for another. No others do: a weight of integers is a quantized one, say.
+    """
     missing = [f"{name} {shape}" for name, shape in expected.items() if name not in state]
     extra = [name for name in state if name not in expected]
-    shapes = {name: _shape(state[name]) for name in expected if name in state}
-    misshapen = [f"{n} {shape}, not {expected[n]}" for n, shape in shapes.items() if shape != expected[n]]
-    if missing or extra or misshapen:
+    misshapen, odd = [], []
+    for name in (name for name in expected if name in state):
+        tensor = state[name]
+        shape, dtype, own = _shape(tensor), getattr(tensor, "dtype", None), dtypes.get(name)
+        del tensor  # before the next one is read
+        if shape != expected[name]:
+            misshapen.append(f"{name} {shape}, not {expected[name]}")
+        if own not in (None, dtype) and not all(getattr(each, "is_floating_point", False) for each in (dtype, own)):
+            odd.append(f"{name} {dtype}, not {own}")
+    if missing or extra or misshapen or odd:
         raise ValueError(
             f"the checkpoint does not fit the model: {len(missing)} tensors missing, {len(extra)} extra, "
             f"{len(misshapen)} of another shape"
+            + (f", {len(odd)} of another dtype (only floating-point ones are cast)" if odd else "")
             + "".join(f"\n  missing: {text}" for text in missing)
             + "".join(f"\n  extra: {text}" for text in extra)
             + "".join(f"\n  of another shape: {text}" for text in misshapen)
+            + "".join(f"\n  of another dtype: {text}" for text in odd)
         )

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfused.agreement import attempt, by_rank, raise_together, together
-from tpfused.checkpoint import check_state, model_entries, save_entry
+from tpfused.checkpoint import Entry, check_state, model_entries, save_entry
 from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local, shard_info, whole_shape
@@ -37,7 +37,8 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
 
     Besides the model, this takes the memory of one parameter's part. Names are the dense model's (those of
     transformers for a model from `parallelize`); a transformers checkpoint may lack or have the base model's prefix,
-    and hold a tied parameter under any of its names. Dtypes are the model's: floating-point entries are cast to them,
+    and hold a tied parameter under any of its names. Where it holds one under several, this rank's parts of them are
+    compared, which takes the memory of a few. Dtypes are the model's: floating-point entries are cast to them,
     no others. All ranks that the model is split over call it: none loads anything unless each can.
 
     What is on the meta device is made first: DTensors on their mesh's devices, other tensors on `device` (None: torch's
@@ -51,8 +52,9 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     Raises:
         FileNotFoundError: there is no such file, or no safetensors files in the folder.
         ValueError: tensors are missing, not the model's, of another shape, of another dtype where one of the two is no
-            floating-point one, or begin with other entries on another rank (all are listed), or are in two files; a
-            file that is broken; buffers on the meta device that cannot be computed; a rank is in another call.
+            floating-point one, the same parameter's under two names but different, or begin with other entries on
+            another rank (all are listed), or are in two files; a file that is broken; buffers on the meta device that
+            cannot be computed; a rank is in another call.
         TypeError: a `path` that is no str or Path.
         ImportError: safetensors is not installed.
 
@@ -75,26 +77,44 @@ def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, St
     """All that the model needs, and nothing else, by its names."""
     _check_safetensors("load_sharded")
     _check_path(path)
-    found = _by_names_of(model, _open(Path(path), files))
+    copies = _by_names_of(model, _open(Path(path), files))
     entries = list(model_entries(model))
-    check_state(found, {name: shape for entry in entries for name, shape in entry.shapes().items()})
-    _check_dtypes(found, {name: entry.tensor.dtype for entry in entries for name in entry.names})
-    return found
+    shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
+    dtypes = {name: entry.tensor.dtype for entry in entries for name in entry.names}
+    # Under the files' names, of which one parameter may have several: each must fit.
+    names = {name: name for name in shapes if name not in copies}
+    names |= {stored: name for name, each in copies.items() if name in shapes for stored in each}
+    check_state(
+        {stored: tensor for each in copies.values() for stored, tensor in each.items()},
+        {stored: shapes[name] for stored, name in names.items()},
+        {stored: dtypes[name] for stored, name in names.items()},
+    )
+    return _one_of_each(entries, copies)
 
 
-def _check_dtypes(found: dict[str, StoredTensor], expected: dict[str, torch.dtype]) -> None:
-    """Entries are cast from one floating-point dtype to another only: a weight of integers is a quantized one, say."""
-    dtypes = {name: (found[name].dtype, dtype) for name, dtype in expected.items()}
-    odd = [
-        f"{name} {stored}, not {own}"
-        for name, (stored, own) in dtypes.items()
-        if stored != own and not (stored.is_floating_point and own.is_floating_point)
-    ]
-    if odd:
+def _one_of_each(entries: list[Entry], copies: dict[str, dict[str, StoredTensor]]) -> dict[str, StoredTensor]:
+    """The first of the tensors that are stored for each, where this rank would load the same bits from the others."""
+
+    def bits(entry: Entry, sources: dict[str, StoredTensor]) -> Tensor:
+        part = entry.read([sources[name] for name in entry.names])
+        return part.to(entry.tensor.dtype).reshape(-1).view(torch.uint8)
+
+    first = {name: next(iter(each.values())) for name, each in copies.items()}
+    different = []
+    for entry in entries:
+        for name in entry.names:
+            one, *others = copies[name]
+            different += [
+                f"{other} from {one}"
+                for other in others
+                if not torch.equal(bits(entry, first), bits(entry, first | {name: copies[name][other]}))
+            ]
+    if different:
         raise ValueError(
-            f"{len(odd)} of {len(found)} tensors have another dtype than the model: only floating-point ones are cast"
-            + "".join(f"\n  {text}" for text in odd)
+            f"{len(different)} tensors of the checkpoint differ from others that are the same parameter of the model"
+            + "".join(f"\n  {text}" for text in different)
         )
+    return first
 
 
 def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.ProcessGroup]) -> None:
@@ -152,13 +172,14 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     written config has the model's class and its parameters' dtype, as transformers' `save_pretrained` writes them.
     Collective: every rank calls it, and rank 0 of the default process group writes into its `path`, holding one file's
     tensors in memory; the other ranks' `path` is not looked at. Several files have an index. An earlier checkpoint in
-    the folder is replaced: at each moment one of the two is whole there, and other files stay.
+    the folder is replaced: at each moment the weights of one of the two are whole there, and other files stay. The
+    configs take their places right before the weights: a save that is cut off between leaves them with the old weights.
 
     Raises:
         ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, rank 0's
             `path` that is none, models that differ between ranks.
-        OSError: rank 0 could not write, and the earlier checkpoint is still there; or it could not delete what the new
-            one, which is whole, replaces.
+        OSError: rank 0 could not write, and the earlier checkpoint's weights are still there; or it could not delete
+            what the new one, which is whole, replaces.
         ImportError: safetensors is not installed.
 
         On every rank, where it concerns one.
@@ -263,18 +284,20 @@ def _open(path: Path, files: ExitStack) -> dict[str, StoredTensor]:
     return stored
 
 
-def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-    """The stored tensors by the first of the model's names for each, without those that its class says to ignore."""
+def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[str, dict[str, StoredTensor]]:
+    """The stored tensors under their names, by the first of the model's names for each: a tied parameter, or one with
+    and without the prefix, may be there several times. Without those that the model's class says to ignore.
+    """
     first, own = {}, {}
     for entry in model_entries(model, tied_again=True):
         own |= zip(entry.names, first.setdefault(id(entry.tensor), entry.names), strict=True)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    found = {}
+    found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         known = next((known for known in (name, prefix + name, name.removeprefix(prefix)) if known in own), None)
         if known is not None or not any(re.search(pattern, name) for pattern in ignored):
-            found[own.get(known, name)] = tensor
+            found.setdefault(own.get(known, name), {})[name] = tensor
     return found
 
 
@@ -302,23 +325,15 @@ def _computed_buffers(model: nn.Module, device: torch.device | str | None) -> li
     device = _device_of(next((p for p in model.parameters() if hasattr(p, "device_mesh")), None), device)
     made, left = [], []
     for path, module in model.named_modules():
-        params, buffers = module._parameters, module._buffers
-        own = [n for n, b in buffers.items() if n in module._non_persistent_buffers_set and b is not None and b.is_meta]
+        not_stored = module._non_persistent_buffers_set
+        own = [n for n, b in module._buffers.items() if n in not_stored and b is not None and b.is_meta]
         if not own:
             continue
-        # In the module's own place, and taken out of it again: some rank may fail. What else it has, is not to change.
-        module._parameters = {n: p if p is None or p.is_meta else empty_on(p, "meta") for n, p in params.items()}
-        module._buffers = {n: b if b is None else b.clone() for n, b in buffers.items()}
-        try:
-            for name in own:
-                fresh = torch.empty_like(buffers[name], device=device)
-                module._buffers[name] = fresh.fill_(_unlikely(fresh.dtype))
-            if hasattr(model, "_init_weights"):
-                model._init_weights(module)
-            made += [(module, name, module._buffers[name]) for name in own]
-            left += [f"{path}.{n}" for n in own if (module._buffers[n] == _unlikely(module._buffers[n].dtype)).any()]
-        finally:
-            module._parameters, module._buffers = params, buffers
+        # Twice: what is as it was both times, nothing has written to, whatever the values are.
+        over_zeros, over_ones = (_computed(model, module, own, fill, device) for fill in (0, 1))
+        untouched = [n for n in own if ((over_zeros[n] == 0) & (over_ones[n] == 1)).any()]
+        left += [f"{path}.{n}".removeprefix(".") for n in untouched]
+        made += [(module, n, over_zeros[n]) for n in own]
     if left:
         raise ValueError(
             f"buffers on the meta device that are in no checkpoint and that nothing computes: {', '.join(left)}; build "
@@ -327,11 +342,21 @@ def _computed_buffers(model: nn.Module, device: torch.device | str | None) -> li
     return made
 
 
-def _unlikely(dtype: torch.dtype) -> float | int | bool:
-    """A value that marks what nothing has been written to."""
-    if dtype == torch.bool:
-        return False
-    return (torch.finfo if dtype.is_floating_point or dtype.is_complex else torch.iinfo)(dtype).min
+def _computed(
+    model: nn.Module, module: nn.Module, names: list[str], fill: int, device: torch.device
+) -> dict[str, Tensor]:
+    """What `_init_weights` makes of these buffers of the module, over memory that is filled so."""
+    params, buffers = module._parameters, module._buffers
+    # In the module's own place, and taken out of it again: some rank may fail. What else it has, is not to change.
+    module._parameters = {n: p if p is None or p.is_meta else empty_on(p, "meta") for n, p in params.items()}
+    module._buffers = {n: b if b is None else b.clone() for n, b in buffers.items()}
+    try:
+        module._buffers |= {n: torch.full_like(buffers[n], fill, device=device) for n in names}
+        if hasattr(model, "_init_weights"):
+            model._init_weights(module)
+        return {n: module._buffers[n] for n in names}
+    finally:
+        module._parameters, module._buffers = params, buffers
 
 
 def _device_of(tensor: Tensor | None, device: torch.device | str | None) -> torch.device:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import shutil
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
@@ -21,6 +22,7 @@ class Writer:
 
     def __init__(self, folder: Path, max_file_bytes: int):
         self.folder = folder
+        self.configs = folder / f".{SINGLE}.configs"  # until they are renamed
         self.max_file_bytes = max_file_bytes
         self.pending: dict[str, Tensor] = {}
         self.files: list[tuple[Path, list[str]]] = []  # under temporary names, and what each holds
@@ -45,8 +47,7 @@ class Writer:
     def finish(self, model: nn.Module) -> None:
         if self.pending or not self.files:
             self._flush()
-        for config in _configs(model):
-            config.save_pretrained(self.folder)
+        self._write_configs(model)
         earlier = []
         if (self.folder / INDEX).exists():
             with suppress(ValueError):  # a broken one names nothing that this save would replace
@@ -54,11 +55,12 @@ class Writer:
                 earlier += [file for file in named if file.parent == self.folder]
         if len(self.files) == 1:  # which comes before an index
             names = [SINGLE]
+            self._name_configs()
             self.files[0][0].replace(self.folder / SINGLE)
             earlier.append(self.folder / INDEX)
         else:
             names = self._finish_several()
-            earlier.append(self.folder / SINGLE)
+            earlier.insert(0, self.folder / SINGLE)  # what is read until it is gone
         # The old index may name what is new: the one file, or several that were missing.
         for old in earlier:
             if old.name not in names:
@@ -76,11 +78,29 @@ class Writer:
         index.write_text(json.dumps({"metadata": {"total_size": self.total}, "weight_map": homes}, indent=2))
         for name, (temporary, _) in zip(names, self.files, strict=True):
             temporary.replace(self.folder / name)
+        self._name_configs()
         index.replace(self.folder / INDEX)
         return names
 
+    def _write_configs(self, model: nn.Module) -> None:
+        """In a folder of their own: `save_pretrained` chooses the names."""
+        self._delete_configs()  # an interrupted save's
+        self.configs.mkdir()
+        for config in _configs(model):
+            config.save_pretrained(self.configs)
+
+    def _name_configs(self) -> None:
+        """Right before the weights take their places, so that a folder has others' for no longer than it must."""
+        for file in self.configs.iterdir():
+            file.replace(self.folder / file.name)
+
+    def _delete_configs(self) -> None:
+        if self.configs.exists():
+            shutil.rmtree(self.configs)
+
     def clean_up(self) -> None:
-        """What a save that failed, this one or an earlier one, has left."""
+        """What this save, or an earlier one that failed, has left."""
+        self._delete_configs()
         for file in self.folder.glob(".model.safetensors.*partial"):
             file.unlink(missing_ok=True)
 

@@ -57,6 +57,68 @@ def test_each_moment_has_a_whole_checkpoint(tmp_path, monkeypatch, before, optio
         assert (tmp_path / sharded.INDEX).exists() is bool(options) and not list(tmp_path.glob(".*"))
 
 
+class Config:
+    """Writes two files, as a transformers model's configs do; of names that only it knows."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def save_pretrained(self, folder):
+        for name in ("config.json", "other.json"):
+            (Path(folder) / name).write_text(str(self.value))
+
+
+def configured(value):
+    model = model_of(value)
+    model.config = Config(value)
+    return model
+
+
+@pytest.mark.parametrize("options", [{}, SEVERAL], ids=["to one", "to several"])
+@pytest.mark.parametrize("before", [{}, SEVERAL], ids=["one", "several"])
+def test_configs_take_their_places_beside_the_weights(tmp_path, monkeypatch, before, options):
+    """Only while they are renamed, and the weights, do the two belong to different checkpoints."""
+    tpfused.save_sharded(configured(0.0), tmp_path, **before)
+    found, steps = [], {"replace": Path.replace, "unlink": Path.unlink, "write_text": Path.write_text}
+
+    def watched(name):
+        def step(path, *args, **kwargs):
+            configs = {float((tmp_path / name).read_text()) for name in ("config.json", "other.json")}
+            found.append(configs | {loaded(tmp_path)})
+            return steps[name](path, *args, **kwargs)
+
+        return step
+
+    (tmp_path / f".{sharded.SINGLE}.configs").mkdir()  # an interrupted save's
+    (tmp_path / f".{sharded.SINGLE}.configs" / "odd.json").write_text("0")
+    for name in steps:
+        monkeypatch.setattr(Path, name, watched(name))
+    tpfused.save_sharded(configured(1.0), tmp_path, **options)
+    mixed = [index for index, values in enumerate(found) if len(values) > 1]
+    # The second config's turn, and the weights'; an index does not count before the single file is gone.
+    assert len(mixed) == (3 if options and not before else 2) and mixed[-1] - mixed[0] == len(mixed) - 1
+    assert found[mixed[0] - 1] == {0.0} and found[-1] in ({1.0}, {0.0, 1.0})
+    assert sorted(file.name for file in tmp_path.glob("*.json") if file.name != sharded.INDEX) == [
+        "config.json",
+        "other.json",
+    ]
+    assert not list(tmp_path.glob(".*")) and loaded(tmp_path) == 1.0
+
+
+def test_a_config_that_cannot_be_written_leaves_all_as_it_was(tmp_path, monkeypatch):
+    tpfused.save_sharded(configured(0.0), tmp_path)
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+
+    def full(self, folder):
+        (Path(folder) / "config.json").write_text("half of i")
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(Config, "save_pretrained", full)
+    with pytest.raises(OSError, match="No space left"):
+        tpfused.save_sharded(configured(1.0), tmp_path)
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+
+
 def test_a_save_that_fails_leaves_the_earlier_one_alone(tmp_path, monkeypatch):
     tpfused.save_sharded(model_of(0.0), tmp_path, **SEVERAL)
     before = sorted(path.name for path in tmp_path.iterdir())

@@ -223,7 +223,7 @@ def check_dtypes(ctx, folder):
         model = build("llama")
         model.register_buffer("steps", torch.zeros(3, dtype=torch.int64))
     tpfused.parallelize(model, ctx.mesh(ctx.world))
-    told = ["2 of 22 tensors have another dtype", "model.embed_tokens.weight torch.int32, not torch.float32"]
+    told = ["0 of another shape, 2 of another dtype", "model.embed_tokens.weight torch.int32, not torch.float32"]
     told += ["steps torch.float32, not torch.int64"]
     with refuses(ValueError, *told):
         tpfused.load_sharded(model, folder / "integers.safetensors")
@@ -266,28 +266,6 @@ def test_names_as_published_checkpoints_have_them(workers, folder):
     state["lm_head.weight"] = state.pop("wte.weight")
     save_file(state, published)
     assert workers.run(check_names, published, "gpt2")[0] == expected
-
-
-class Rotary(torch.nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.proj = torch.nn.Linear(4, 4)
-        self.register_buffer("angles", torch.arange(4.0), persistent=False)
-
-
-def check_lost_buffer(ctx, path):
-    with torch.device("meta"):
-        model = torch.nn.Sequential(Rotary())
-    tpfused.parallelize(model, ctx.mesh(ctx.world), {"proj": "colwise"})
-    for _ in range(2):
-        with refuses(ValueError, "0.angles", "parameters only"):
-            tpfused.load_sharded(model, path)
-        assert all(tensor.is_meta for tensor in (*model.parameters(), *model.buffers()))
-
-
-def test_buffers_that_nothing_computes(workers, tmp_path):
-    save_file({"0.proj.weight": torch.zeros(4, 4), "0.proj.bias": torch.zeros(4)}, tmp_path / "model.safetensors")
-    workers.run(check_lost_buffer, tmp_path)
 
 
 def check_transformers_loads(ctx, folder, name):
