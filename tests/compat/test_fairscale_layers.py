@@ -126,6 +126,30 @@ def test_what_would_change_results_is_refused(workers, tp):
     workers.run(check_refusals, tp)
 
 
+def new_tensor(weight):
+    return torch.nn.init.normal_(torch.empty_like(weight))
+
+
+def check_init_methods(ctx, tp):
+    """One that returns a new tensor leaves the weight as it was, uninitialised."""
+    with model_parallel(tp), ctx.device:
+        makers = [
+            lambda init_method, kind=kind: kind(8, 4, init_method=init_method)
+            for kind in (layers.ColumnParallelLinear, layers.VocabParallelEmbedding, layers.ParallelEmbedding)
+        ]
+        shard = torch.empty(8 // tp, 4)
+        makers.append(lambda init_method: layers._initialize_affine_weight(shard, 8, 4, 8 // tp, 0, init_method))
+        for make in makers:
+            with refuses(ValueError, "new_tensor returned a new tensor"):
+                make(new_tensor)
+            with refuses(TypeError, "init_method", "'normal'"):
+                make("normal")
+
+
+def test_an_init_method_that_fills_nothing_is_refused(workers, tp):
+    workers.run(check_init_methods, tp)
+
+
 def check_weights_of_the_programs_own(ctx, tp, seed):
     """Programs read, replace and load `weight` as they like; the layer computes with what is there."""
     torch.manual_seed(seed)

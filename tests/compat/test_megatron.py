@@ -344,6 +344,17 @@ def check_refusals(ctx, tp, seed):
     make(ColumnParallelLinear, block, 8, 16, output_dtype=torch.float64, pg_collection=SimpleNamespace())
     with refuses(ValueError, "gtp_weight_remat_size"):
         VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
+
+    def new_tensor(weight):
+        return torch.randn_like(weight)
+
+    for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
+        with refuses(ValueError, "new_tensor returned a new tensor"):
+            make(kind, block, 8, 16, init=new_tensor)
+        with refuses(TypeError, "init_method", "'normal'"):
+            make(kind, block, 8, 16, init="normal")
+    with refuses(ValueError, "new_tensor returned a new tensor"):
+        make(ColumnParallelLinear, block, 8, 16, init=new_tensor, stride=2)
     for wrong in (None, {"sequence_parallel": True}):
         with refuses(TypeError, "config", type(wrong).__name__):
             ColumnParallelLinear(8, 16, config=wrong, init_method=None)

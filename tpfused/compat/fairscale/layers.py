@@ -21,7 +21,7 @@ from tpfused.collectives import gather_from_group
 from tpfused.compat.fairscale.initialize import tp_group
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
-from tpfused.parameter import ParallelModule, check_size
+from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
 from tpfused.sharding import divide, shard_range
 
 InitMethod = Callable[[Tensor], object]
@@ -129,9 +129,9 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
     outside the vocabulary gives zeros, as in fairscale.
 
     Raises:
-        ValueError: sizes that do not divide, an option that is not supported, a padding_idx outside the vocabulary, no
-            groups.
-        TypeError: ids that are not integers.
+        ValueError: sizes that do not divide, an option that is not supported, a padding_idx outside the vocabulary, an
+            init_method that returns a new tensor, no groups.
+        TypeError: ids that are not integers, an init_method that is no function of one tensor.
     """
 
     def __init__(
@@ -192,6 +192,7 @@ class ParallelEmbedding(_Layer):
         self.embedding_dim_per_partition = divide(
             embedding_dim, self.group.size, "ParallelEmbedding: embedding_dim over the model-parallel ranks"
         )
+        check_init_method(init_method)
         self.init_method = init_method
         self.new_parameter("weight", (num_embeddings, embedding_dim), 1)
         self.reset_parameters()
@@ -213,7 +214,7 @@ def _draw_table(layer: VocabParallelEmbedding | ParallelEmbedding) -> None:
     if layer.weight.is_meta:
         return
     whole = layer.weight.new_empty(layer.num_embeddings, layer.embedding_dim)
-    layer.init_method(whole)
+    fill_in_place(whole, layer.init_method)
     layer.fill_parameter("weight", whole)
 
 
@@ -241,11 +242,16 @@ def _initialize_affine_weight(
         per_partition_size: of `weight` along `partition_dim`, which is split.
         stride: 1.
         return_master_weight: return the whole weight instead of None.
+
+    Raises:
+        ValueError: a stride, an init_method that returns a new tensor.
+        TypeError: an init_method that is no function of one tensor.
     """
     _check_stride(stride)
+    check_init_method(init_method)
     group = tp_group()
     whole = weight if group.size == 1 else weight.new_empty(out_features, in_features)
-    init_method(whole)
+    fill_in_place(whole, init_method)
     if group.size > 1:
         weight.copy_(whole.narrow(partition_dim, group.rank * per_partition_size, per_partition_size))
     return whole if return_master_weight else None
