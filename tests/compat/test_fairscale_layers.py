@@ -104,6 +104,23 @@ def check_refusals(ctx, tp):
         ):
             with refuses(ValueError, *told):
                 make()
+        for make, *told in (
+            (lambda: column(4, "6"), "out_features", "'6'"),
+            (lambda: row("4", 6), "in_features", "'4'"),
+            (lambda: vocabulary("4", 6), "num_embeddings", "'4'"),
+            (lambda: hidden(4, "6"), "embedding_dim", "'6'"),
+            (lambda: vocabulary(4, 6, padding_idx="1"), "padding_idx", "'1'"),
+            (lambda: hidden(4, 8, padding_idx="1"), "padding_idx", "'1'"),
+        ):
+            with refuses(TypeError, *told):
+                make()
+        with refuses(ValueError, "stride must be 1, not '1'"):
+            column(4, 8, stride="1")
+        for name in ("scatter_to_model_parallel_region", "gather_from_model_parallel_region"):
+            with refuses(ValueError, name, "no dimensions"):
+                getattr(mappings, name)(torch.tensor(1.0))
+            with refuses(TypeError, name, "list"):
+                getattr(mappings, name)([1.0])
         logits = torch.zeros(2, 8 // tp)
         if tp == 1:
             return

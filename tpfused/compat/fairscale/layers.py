@@ -66,7 +66,7 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
     ):
         group = tp_group()
         _check_stride(stride)
-        own = divide(out_features, group.size, "ColumnParallelLinear: out_features over the model-parallel ranks")
+        own = _per_rank(out_features, "out_features", group, "ColumnParallelLinear")
         super().__init__(
             in_features, out_features, bias, gather_output=gather_output, init_method=init_method, group=group
         )
@@ -103,7 +103,7 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
     ):
         group = tp_group()
         _check_stride(stride)
-        own = divide(in_features, group.size, "RowParallelLinear: in_features over the model-parallel ranks")
+        own = _per_rank(in_features, "in_features", group, "RowParallelLinear")
         super().__init__(
             in_features, out_features, bias, input_is_parallel=input_is_parallel, init_method=init_method, group=group
         )
@@ -147,7 +147,7 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
     ):
         group = tp_group()
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
-        own = divide(num_embeddings, group.size, "VocabParallelEmbedding: num_embeddings over the model-parallel ranks")
+        own = _per_rank(num_embeddings, "num_embeddings", group, "VocabParallelEmbedding")
         super().__init__(num_embeddings, embedding_dim, padding_idx, init_method=init_method, check="off", group=group)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
         self.num_embeddings_per_partition = own
@@ -184,14 +184,10 @@ class ParallelEmbedding(_Layer):
         super().__init__(tp_group())
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
         check_size(num_embeddings, "num_embeddings")
-        check_size(embedding_dim, "embedding_dim")
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.embedding_dim_per_partition = _per_rank(embedding_dim, "embedding_dim", self.group, "ParallelEmbedding")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = embedding.row_of_padding(padding_idx, num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
-        self.embedding_dim_per_partition = divide(
-            embedding_dim, self.group.size, "ParallelEmbedding: embedding_dim over the model-parallel ranks"
-        )
         check_init_method(init_method)
         self.init_method = init_method
         self.new_parameter("weight", (num_embeddings, embedding_dim), 1)
@@ -257,9 +253,14 @@ def _initialize_affine_weight(
     return whole if return_master_weight else None
 
 
+def _per_rank(size: int, what: str, group: TPGroup, layer: str) -> int:
+    check_size(size, what)
+    return divide(size, group.size, f"{layer}: {what} over the model-parallel ranks")
+
+
 def _check_stride(stride: int) -> None:
     if stride != 1:
-        raise ValueError(f"stride must be 1, not {stride}: shards are consecutive rows or columns")
+        raise ValueError(f"stride must be 1, not {stride!r}: shards are consecutive rows or columns")
 
 
 def _check_lookup(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:
