@@ -199,6 +199,9 @@ class LinearParameters(ParallelModule):
         """Uninitialised ``[out_features, in]``, where this rank's part of the weight lives."""
         return torch.empty(out_features, self.in_features, device=local(self.weight).device, dtype=self.weight.dtype)
 
+    def extra_repr(self) -> str:
+        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self.group.size}"
+
 
 @torch.no_grad()
 def init_weight(whole: Tensor, init_method: Callable[[Tensor], object] | None) -> None:

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from types import SimpleNamespace
 from unittest.mock import patch
 
 import pytest
@@ -192,6 +193,16 @@ def test_memory_is_compared_with_one_rank():
     worker._compare_memory(rows)
     shares = [row.get("memory_share") for each in rows for row in each]
     assert shares == [None, None, 0.53, None, None, 0.4]
+
+
+@pytest.mark.parametrize("variant, tp, kept", [("ours", 1, 0), ("ours", 2, 11), ("dtensor", 2, 0)])
+def test_one_rank_is_not_charged_for_other_degrees_workspaces(variant, tp, kept, monkeypatch):
+    """They are a device's: those of TP 2 are there too while TP 1 is measured."""
+    here = torch.device("cuda", 0)
+    monkeypatch.setattr(worker, "workspace_bytes", lambda: {here: 10})
+    monkeypatch.setattr(worker, "peer_bytes", lambda group: 1)
+    place = SimpleNamespace(degree=Degree(tp), device=here, tp=SimpleNamespace(get_group=lambda: None))
+    assert worker._kept_bytes(variant, place) == kept
 
 
 @pytest.fixture

@@ -210,6 +210,23 @@ def test_the_rule():
     assert ratio(1, 1, 1) == float("inf")
 
 
+def test_a_single_operation_is_not_given_a_chains_tolerance():
+    ones = {"y": torch.ones(4)}
+    actual = {"y": ones["y"] + 5 * torch.finfo(torch.float32).eps}
+    chain, single = (judge(actual, ones, ones, lambda name, x: x, of).ratio for of in ((), ("y",)))
+    assert chain == pytest.approx(0.25) and single == pytest.approx(2.5)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("name", OPERATIONS)
+def test_only_results_without_a_sum_over_ranks_are_single(name, dtype, monkeypatch):
+    judged = []
+    monkeypatch.setattr(cases, "judge", lambda *arguments: judged.append(arguments[-1]))
+    cases.run(Case("operation", name, 1, dtype, "reference", 2), ALONE, CPU)
+    is_chain = name in ("matmul_reduce_scatter", "matmul_all_reduce") or dtype == "fp32"
+    assert judged == [() if is_chain else ("result",)]
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("where", [("actual", "eager"), ("eager",), ("actual", "eager", "exact"), ("actual",)])
 def test_nothing_is_right_beside_what_is_not_finite(where, bad):

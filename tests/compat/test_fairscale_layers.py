@@ -104,6 +104,23 @@ def check_refusals(ctx, tp):
         ):
             with refuses(ValueError, *told):
                 make()
+        for make, *told in (
+            (lambda: column(4, "6"), "out_features", "'6'"),
+            (lambda: row("4", 6), "in_features", "'4'"),
+            (lambda: vocabulary("4", 6), "num_embeddings", "'4'"),
+            (lambda: hidden(4, "6"), "embedding_dim", "'6'"),
+            (lambda: vocabulary(4, 6, padding_idx="1"), "padding_idx", "'1'"),
+            (lambda: hidden(4, 8, padding_idx="1"), "padding_idx", "'1'"),
+        ):
+            with refuses(TypeError, *told):
+                make()
+        with refuses(ValueError, "stride must be 1, not '1'"):
+            column(4, 8, stride="1")
+        for name in ("scatter_to_model_parallel_region", "gather_from_model_parallel_region"):
+            with refuses(ValueError, name, "no dimensions"):
+                getattr(mappings, name)(torch.tensor(1.0))
+            with refuses(TypeError, name, "list"):
+                getattr(mappings, name)([1.0])
         logits = torch.zeros(2, 8 // tp)
         if tp == 1:
             return
@@ -124,6 +141,30 @@ def check_refusals(ctx, tp):
 
 def test_what_would_change_results_is_refused(workers, tp):
     workers.run(check_refusals, tp)
+
+
+def new_tensor(weight):
+    return torch.nn.init.normal_(torch.empty_like(weight))
+
+
+def check_init_methods(ctx, tp):
+    """One that returns a new tensor leaves the weight as it was, uninitialised."""
+    with model_parallel(tp), ctx.device:
+        makers = [
+            lambda init_method, kind=kind: kind(8, 4, init_method=init_method)
+            for kind in (layers.ColumnParallelLinear, layers.VocabParallelEmbedding, layers.ParallelEmbedding)
+        ]
+        shard = torch.empty(8 // tp, 4)
+        makers.append(lambda init_method: layers._initialize_affine_weight(shard, 8, 4, 8 // tp, 0, init_method))
+        for make in makers:
+            with refuses(ValueError, "new_tensor returned a new tensor"):
+                make(new_tensor)
+            with refuses(TypeError, "init_method", "'normal'"):
+                make("normal")
+
+
+def test_an_init_method_that_fills_nothing_is_refused(workers, tp):
+    workers.run(check_init_methods, tp)
 
 
 def check_weights_of_the_programs_own(ctx, tp, seed):

@@ -344,16 +344,42 @@ def check_refusals(ctx, tp, seed):
     make(ColumnParallelLinear, block, 8, 16, output_dtype=torch.float64, pg_collection=SimpleNamespace())
     with refuses(ValueError, "gtp_weight_remat_size"):
         VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
+
+    def new_tensor(weight):
+        return torch.randn_like(weight)
+
+    for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
+        with refuses(ValueError, "new_tensor returned a new tensor"):
+            make(kind, block, 8, 16, init=new_tensor)
+        with refuses(TypeError, "init_method", "'normal'"):
+            make(kind, block, 8, 16, init="normal")
+    with refuses(ValueError, "new_tensor returned a new tensor"):
+        make(ColumnParallelLinear, block, 8, 16, init=new_tensor, stride=2)
     for wrong in (None, {"sequence_parallel": True}):
         with refuses(TypeError, "config", type(wrong).__name__):
             ColumnParallelLinear(8, 16, config=wrong, init_method=None)
     with refuses(ValueError, "is_expert"):
         make(RowParallelLinear, block, 8, 16, is_expert=True)
+    with refuses(TypeError, "stride", "'1'"):
+        make(ColumnParallelLinear, block, 8, 16, stride="1")
     headless = make(ColumnParallelLinear, block, 8, 16, skip_weight_param_allocation=True)
     with refuses(ValueError, (16 // tp, 8)):
         headless(block.randn(4, 2, 8))
     with refuses(ValueError, (16 // tp, 8), (3, 8)):
         headless(block.randn(4, 2, 8), weight=block.randn(3, 8))
+    for name in (
+        "scatter_to_tensor_model_parallel_region",
+        "gather_from_tensor_model_parallel_region",
+        "scatter_to_sequence_parallel_region",
+        "gather_from_sequence_parallel_region",
+        "reduce_scatter_to_sequence_parallel_region",
+        "all_gather_last_dim_from_tensor_parallel_region",
+        "reduce_scatter_last_dim_to_tensor_parallel_region",
+    ):
+        with refuses(ValueError, name, "no dimensions"):
+            getattr(megatron, name)(block.randn(), group=block.group)
+        with refuses(TypeError, name, "list"):
+            getattr(megatron, name)([1.0], group=block.group)
     if tp == 1:
         return
     for kind, sizes, told in (

@@ -34,6 +34,11 @@ def check_loss(ctx, tp, seed):
         )
     with refuses(ValueError, 1.0):
         megatron.vocab_parallel_cross_entropy(mine, labels, 1.0, tp_group=block.group)
+    for smoothing in (0.0, 0.1):
+        with refuses(TypeError, "list"):
+            megatron.vocab_parallel_cross_entropy(mine, labels.tolist(), smoothing, tp_group=block.group)
+        with refuses(TypeError, "list"):
+            megatron.vocab_parallel_cross_entropy(mine.tolist(), labels, smoothing, tp_group=block.group)
     if block.device.type == "cpu":
         with refuses(ValueError, vocabulary):
             megatron.vocab_parallel_cross_entropy(mine, labels.fill_(vocabulary), tp_group=block.group)

@@ -1,5 +1,6 @@
 """FusedScaleMaskSoftmax against plain softmax in float64."""
 
+import re
 from itertools import product
 
 import pytest
@@ -153,5 +154,10 @@ def test_refusals():
         make(kind=AttnMaskType.causal)(torch.randn(1, 1, 3, 4), None)
     with pytest.raises(ValueError, match="3 heads"):
         make()(torch.randn(1, 3, 4, 4), None, torch.zeros(2))
+    for shape in ((1, 1, 4, 5), (3, 4), (1, 1, 1, 4, 4)):
+        with pytest.raises(ValueError, match=re.escape(f"{shape}, is not broadcastable")):
+            make()(torch.randn(2, 2, 4, 4), torch.zeros(shape, dtype=torch.bool))
+    with pytest.raises(TypeError, match="list"):
+        make()(torch.randn(1, 1, 2, 2), [[True]])
     with pytest.raises(TypeError, match="float32"):
         make()(torch.randn(1, 1, 4, 4), torch.zeros(4, 4))

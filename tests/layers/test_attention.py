@@ -348,14 +348,14 @@ def test_shared_heads_need_no_copy(seed, monkeypatch):
     """Where torch has a back end for them, it gets k and v as they are."""
     torch.manual_seed(seed)
     q, k, v = (torch.randn(2, heads, 5, 4).double() for heads in (8, 2, 2))
-    monkeypatch.setattr(sdpa, "shares_heads", lambda q: True)
+    monkeypatch.setattr(sdpa, "shares_heads", lambda q, backend: True)
     repeat = "repeat_interleave of a tensor that need not be"
     monkeypatch.setattr(torch.Tensor, "repeat_interleave", lambda *a, **k: pytest.fail(repeat))
     out = scaled_dot_product_attention(q, k, v, None, True, 0.0)
     monkeypatch.undo()
     assert_close(out, reference.attention_core(q, k, v, causal=True))
     mask = torch.rand(2, 1, 5, 5) < 0.7
-    monkeypatch.setattr(sdpa, "shares_heads", lambda q: pytest.fail("no back end takes a mask with them"))
+    monkeypatch.setattr(sdpa, "shares_heads", lambda q, backend: pytest.fail("no back end takes a mask with them"))
     assert_close(scaled_dot_product_attention(q, k, v, mask, False, 0.0), reference.attention_core(q, k, v, mask))
 
 

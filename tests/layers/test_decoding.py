@@ -98,7 +98,7 @@ def test_the_kernel_for_one_token(half, seed, monkeypatch, with_padding):
         """The logits of the tokens behind the prompt, each of a step of its own."""
         cache = KVCache(model, 2, 96, padding=padding)
         for block in model.blocks:
-            block.attention.out.backend = backend
+            block.attention.backend = backend
         model(ids[:, :prompt], cache=cache)
         cache.fixed, graph, logits = fixed, None, []
         token = ids[:, :1].clone()

@@ -350,6 +350,7 @@ SWITCHES = {
     "mlp": "bias sequence_parallel accumulate_main_grad save_gathered",
     "gated": "bias sequence_parallel accumulate_main_grad save_gathered",
     "attention": "bias causal sequence_parallel accumulate_main_grad save_gathered",
+    "norm": "sequence_parallel",
 }
 
 

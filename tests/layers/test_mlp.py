@@ -168,3 +168,10 @@ def test_gate_and_up_alternate_row_by_row(seed):
     for row in range(4):
         assert torch.equal(layer.gate_up.weight[2 * row], parts["gate.weight"][row])
         assert torch.equal(layer.gate_up.weight[2 * row + 1], parts["up.weight"][row])
+
+
+def test_the_last_projection_may_be_replaced():
+    """By a wrapper, which need not know of the layer's backend."""
+    layer = ParallelGatedMLP(3, 4, group=TPGroup(None, 0, 1))
+    layer.down = nn.Identity()
+    assert layer(torch.ones(2, 3)).shape == (2, 4)

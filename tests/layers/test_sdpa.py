@@ -1,15 +1,18 @@
 """The order in which torch's attention asks its back ends."""
 
+from contextlib import contextmanager
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.compare import assert_within_rule
-from tpfused import ParallelAttention
+from tpfused import KVCache, ParallelAttention, ParallelTransformer, TransformerConfig
 from tpfused.group import TPGroup
 from tpfused.layers import sdpa
 from tpfused.layers.sdpa import LEAST_TOKENS, ORDER, cudnn_first
+from tpfused.overlap.tiers import tier, wanted
 
 order = torch._C._get_sdp_priority_order
 CUDNN, FLASH = int(SDPBackend.CUDNN_ATTENTION), int(SDPBackend.FLASH_ATTENTION)
@@ -48,16 +51,50 @@ def test_an_order_that_is_the_wanted_one_already_stays():
 def test_what_is_not_for_cudnn_is_left_to_torch():
     q = torch.ones(1, 2, LEAST_TOKENS, 64, dtype=torch.bfloat16)
     usual = order()
-    with cudnn_first(q, q):
+    with cudnn_first(q, q, None):
         assert order() == usual
+
+
+@pytest.mark.parametrize("plain", ["backend", "tier", None])
+@pytest.mark.parametrize("cached", [False, True])
+def test_the_plain_path_is_torchs_order_and_no_shared_heads(plain, cached, monkeypatch):
+    """By the layer's backend as by the tier; as if the tensors were on a GPU."""
+
+    def runs_kernels(x, backend=None, what=None):
+        return backend is None and wanted[-1] != "reference"
+
+    @contextmanager
+    def cudnn():
+        inside.append(True)
+        yield
+        inside.clear()
+
+    def attend(q, k, v, **options):
+        seen.append((options["enable_gqa"], bool(inside)))
+        return torch.zeros_like(q)
+
+    inside, seen = [], []
+
+    monkeypatch.setattr(sdpa, "runs_kernels", runs_kernels)
+    monkeypatch.setattr(sdpa, "_CUDNN_FIRST", cudnn())
+    monkeypatch.setattr(F, "scaled_dot_product_attention", attend)
+    config = TransformerConfig.llama(
+        vocab_size=8, hidden_size=32, num_layers=1, num_heads=4, num_kv_heads=2, ffn_size=8, max_positions=LEAST_TOKENS,
+        backend="reference" if plain == "backend" else None,
+    )  # fmt: skip
+    model = ParallelTransformer(config, group=TPGroup(None, 0, 1), dtype=torch.bfloat16).eval()
+    cache = KVCache(model, 1, LEAST_TOKENS) if cached else None
+    with torch.no_grad(), tier("reference" if plain == "tier" else "measured"):
+        model(torch.zeros(1, LEAST_TOKENS, dtype=torch.int64), cache=cache)
+    assert seen == [(plain is None, plain is None)]
 
 
 def test_compiled(monkeypatch):
     """The order is in the graph, of the back ends that are on."""
-    monkeypatch.setattr(sdpa, "cudnn_first", lambda q, k: sdpa_kernel(sdpa._enabled(), set_priority=True))
+    monkeypatch.setattr(sdpa, "cudnn_first", lambda q, k, backend: sdpa_kernel(sdpa._enabled(), set_priority=True))
 
     def attend(q):
-        with sdpa.cudnn_first(q, q):
+        with sdpa.cudnn_first(q, q, None):
             return F.scaled_dot_product_attention(q, q, q, is_causal=True)
 
     q = torch.randn(1, 2, 8, 16)
@@ -76,7 +113,7 @@ def device():
 
 
 def chosen(q, k, v):
-    with cudnn_first(q, k):
+    with cudnn_first(q, k, None):
         return torch._fused_sdp_choice(q, k, v, is_causal=q.shape[2] == k.shape[2])
 
 

@@ -200,7 +200,11 @@ def _operation(case: Case, group: TPGroup, device: torch.device, dtype: torch.dt
     actual = _with_gradients(result, mine, _own(dims["result"], grad, group))
     if case.name == "matmul_reduce_scatter":
         del actual["bias"]  # of this rank's tokens alone
-    return judge(actual, dense(torch.float64), dense(dtype), lambda name, x: _own(dims[name], x, group))
+    # Sums over ranks, whose parts are rounded before, are chains; so are gradients, which come through the activation.
+    # In float32 there is luck in one matmul too: another order of its sums is beyond the rule in 1 of 60 calls that
+    # have three results. In 16 bits the last rounding is all there is.
+    single = () if by_inputs or dtype == torch.float32 else ("result",)
+    return judge(actual, dense(torch.float64), dense(dtype), lambda name, x: _own(dims[name], x, group), single)
 
 
 def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:

@@ -30,8 +30,10 @@ def execute(options: Mapping[str, Any]) -> int:
         raise UserError("it starts its own workers: run it without torchrun, on each host")
     found = torch.cuda.device_count()
     device = "cpu" if options["cpu"] or not found else "cuda"
-    world = options["gpus"] or (found if device == "cuda" else CPU_WORLD)
-    if world < 1 or options["gpus"] == 0 or (device == "cuda" and world > found):
+    world = options["gpus"]
+    if world is None:
+        world = found if device == "cuda" else CPU_WORLD
+    if world < 1 or (device == "cuda" and world > found):
         raise UserError(f"--gpus {options['gpus']}: at least one is needed, and torch finds {found} here")
     if options["json"] is not None:
         check_writable("json", options["json"])

@@ -26,7 +26,8 @@ examples:
 A line's number is the largest error of any output or gradient on any rank, as a
 share of what is allowed: twice plain PyTorch's own error in the same dtype and
 two roundings (in float64 a hundred, for there is nothing more exact), tenfold
-for the chain of operations that each case is.
+for chains of operations: all but the results of single operations that add
+nothing over the ranks. In float32 those count as chains too.
 
 Exit codes: 0 all right; 1 something was wrong or a worker failed; 2 something
 in the command line is wrong; 130 interrupted.

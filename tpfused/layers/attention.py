@@ -101,6 +101,7 @@ class ParallelAttention(nn.Module):
         self.rope_theta = rope_theta
         self.sequence_parallel = sequence_parallel
         self.sequence_dim = sequence_dim
+        self.backend = backend
         self.save_gathered = save_gathered
 
         place = {"init_method": init_method, "group": group, "mesh": mesh, "device": device, "dtype": dtype}
@@ -157,13 +158,13 @@ class ParallelAttention(nn.Module):
         q, k, v = self._heads(self._project(x, total_len), cache)
         region = rank_rng(self.group, x.device) if self.training and self.dropout else nullcontext()
         with region:
+            dropout, backend = self.dropout * self.training, self.backend
             if cache is not None:
-                out = cache.attend(q, k, v, self.out.backend)
+                out = cache.attend(q, k, v, backend)
             elif return_probabilities:
-                dropout, backend = self.dropout * self.training, self.out.backend
                 out, probabilities = attention_with_probabilities(q, k, v, mask, self.causal, dropout, backend)
             else:
-                out = scaled_dot_product_attention(q, k, v, mask, self.causal, self.dropout * self.training)
+                out = scaled_dot_product_attention(q, k, v, mask, self.causal, dropout, backend=backend)
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
         out = out.flatten(2)
@@ -193,7 +194,7 @@ class ParallelAttention(nn.Module):
             out_features=weight.shape[0] * self.group.size,
             sequence_dim=sequence_dim,
             total_len=total_len,
-            backend=self.out.backend,
+            backend=self.backend,
             save_gathered=self.save_gathered,
             layer="ParallelAttention",
         )
@@ -201,7 +202,7 @@ class ParallelAttention(nn.Module):
     def _heads(self, qkv: Tensor, cache: LayerCache | None) -> tuple[Tensor, Tensor, Tensor]:
         """-> q ``[batch, own heads, tokens, d]``, k and v ``[batch, own kv heads, tokens, d]``, positions applied."""
         split = reference.rotary_qkv
-        if self.rope_theta is not None and runs_kernels(qkv, self.out.backend, "rotary positions"):
+        if self.rope_theta is not None and runs_kernels(qkv, self.backend, "rotary positions"):
             split = rotary_qkv
         queries = self.num_heads // self.group.size // self.own_kv_heads
         positions = None if cache is None else cache.step.positions

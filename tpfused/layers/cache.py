@@ -82,7 +82,7 @@ class LayerCache:
         for kept, new in ((self.keys, k), (self.values, v)):
             kept.index_copy_(2, step.slots, new.to(kept.dtype))
         k, v = self.keys[:, :, : step.seen].to(k.dtype), self.values[:, :, : step.seen].to(v.dtype)
-        return scaled_dot_product_attention(q, k, v, step.mask, step.causal, 0.0, no_empty_rows=True)
+        return scaled_dot_product_attention(q, k, v, step.mask, step.causal, 0.0, no_empty_rows=True, backend=backend)
 
     def _decodes(self, q: Tensor, backend: str | None) -> bool:
         """Whether the kernel for one token runs: in 16 bits, as tensor cores multiply, and for few heads."""

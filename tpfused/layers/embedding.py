@@ -63,17 +63,11 @@ class VocabParallelEmbedding(ParallelModule):
         check_mode(check)
         checks.check_backend(backend)
         check_init_method(init_method)
-        if padding_idx is not None:
-            if not isinstance(padding_idx, int):
-                raise TypeError(f"padding_idx must be an integer, not {padding_idx!r}")
-            if not -num_embeddings <= padding_idx < num_embeddings:
-                raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
-            padding_idx %= num_embeddings
         self.backend = backend
         self.accumulate_main_grad = accumulate_main_grad
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
-        self.padding_idx = padding_idx
+        self.padding_idx = row_of_padding(padding_idx, num_embeddings)
         self.sequence_parallel = sequence_parallel
         self.init_method = init_method or nn.init.normal_
         self.sequence_dim = sequence_dim
@@ -130,3 +124,19 @@ class VocabParallelEmbedding(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size}"
+
+
+def row_of_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
+    """As a row of the table, counted from its start.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is outside the vocabulary.
+    """
+    if padding_idx is None:
+        return None
+    if not isinstance(padding_idx, int):
+        raise TypeError(f"padding_idx must be an integer, not {padding_idx!r}")
+    if not -num_embeddings <= padding_idx < num_embeddings:
+        raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
+    return padding_idx % num_embeddings

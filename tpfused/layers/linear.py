@@ -140,9 +140,6 @@ class ColumnParallelLinear(LinearParameters):
             bias = gather_from_group(bias, 0, self.out_features, self.group)
         return out, bias
 
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self.group.size}"
-
 
 def column_forward(
     x: Tensor,
@@ -342,6 +339,3 @@ class RowParallelLinear(LinearParameters):
         return matmul_all_reduce_norm(
             x, weight, bias, residual, operands, in_features=self.in_features, group=self.group
         )
-
-    def extra_repr(self) -> str:
-        return f"{self.in_features}, {self.out_features}, bias={self.bias is not None}, ranks={self.group.size}"

@@ -117,6 +117,7 @@ class ParallelGatedMLP(nn.Module):
         check_gates(ffn_size, activation, resolve_group(group, mesh).size)
         packing = self.packed_children["gate_up"]
         self.activation = activation
+        self.backend = backend
         column = {**common, "save_gathered": save_gathered}
         self.gate_up = PackedColumnParallelLinear(hidden_size, (ffn_size, ffn_size), packing, bias, **column)
         self.down = RowParallelLinear(ffn_size, hidden_size, bias, **common)
@@ -132,7 +133,7 @@ class ParallelGatedMLP(nn.Module):
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`total_len`, `residual`, `then`: as in `ParallelMLP`."""
         gate_up = self.gate_up(x, total_len=total_len)
-        gate = gated_act if runs_kernels(gate_up, self.down.backend, "gated activation") else reference.gated_act
+        gate = gated_act if runs_kernels(gate_up, self.backend, "gated activation") else reference.gated_act
         x = gate(gate_up, activation=self.activation)
         return self.down(x, **joined(residual, then))
 

@@ -31,6 +31,7 @@ class Norm(ParallelModule):
         device=None,
         dtype=None,
     ):
+        checks.check_booleans(sequence_parallel=sequence_parallel)
         super().__init__(group, mesh)
         check_size(hidden_size, "hidden_size")
         if kind not in KINDS:

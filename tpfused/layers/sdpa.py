@@ -24,24 +24,32 @@ LEAST_TOKENS = 512  # not measured: below, the host's time should decide
 
 
 def scaled_dot_product_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, no_empty_rows: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    no_empty_rows: bool = False,
+    backend: str | None = None,
 ) -> Tensor:
     """torch's, for grouped-query heads, with `mask` and `causal` together, and zeros for rows that attend to nothing.
 
     `q` ``[batch, heads, tokens, d]``, `k` and `v` ``[batch, kv_heads, keys, d]``, `mask` boolean or additive,
     broadcastable to ``[batch, heads, tokens, keys]``; `causal` for as many keys as tokens.
-    `no_empty_rows`: the mask is known to leave each token something to attend to. Equals `reference.attention_core`.
+    `no_empty_rows`: the mask is known to leave each token something to attend to. `backend`: the layer's; on the plain
+    path torch's usual back end runs, and k and v are repeated. Equals `reference.attention_core`.
     """
     queries = q.shape[1] // k.shape[1]
     if queries > 1 and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
         # One token, as in decoding: the heads that share a k and v are so many tokens of one head, nothing is repeated.
         rows = q.reshape(*k.shape[:2], queries, -1)
-        return scaled_dot_product_attention(rows, k, v, mask, False, dropout, no_empty_rows).reshape(q.shape)
-    shares = mask is None and shares_heads(q)
+        return scaled_dot_product_attention(rows, k, v, mask, False, dropout, no_empty_rows, backend).reshape(q.shape)
+    shares = mask is None and shares_heads(q, backend)
     if queries > 1 and not shares:
         k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     if mask is None:
-        with cudnn_first(q, k):
+        with cudnn_first(q, k, backend):
             return _attend(q, k, v, None, dropout, causal, shares=queries > 1 and shares)
     if mask.dtype != torch.bool:
         mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
@@ -80,7 +88,7 @@ def attention_with_probabilities(
     return probabilities @ v, probabilities
 
 
-def shares_heads(q: Tensor) -> bool:
+def shares_heads(q: Tensor, backend: str | None) -> bool:
     """Whether `enable_gqa` serves queries without a mask, where several share a key and a value.
 
     cuDNN's and flash attention take fewer heads of k and v, on CUDA from Ampere on, in 16 bits; of torch 2.11's other
@@ -89,23 +97,23 @@ def shares_heads(q: Tensor) -> bool:
     cuda = torch.backends.cuda
     return (
         q.dtype.itemsize == 2
-        and runs_kernels(q)
+        and runs_kernels(q, backend)
         and q.shape[-1] % 8 == 0
         and q.shape[-1] <= 256
         and (cuda.cudnn_sdp_enabled() or cuda.flash_sdp_enabled())
     )
 
 
-def cudnn_first(q: Tensor, k: Tensor) -> AbstractContextManager:
+def cudnn_first(q: Tensor, k: Tensor, backend: str | None) -> AbstractContextManager:
     """Within it, torch asks cuDNN's attention first, then flash attention: 275 us where flash takes 590 (causal, 8
     heads of 128, 8192 tokens, bf16, H100). A back end that cannot do a shape, or that the caller has switched off, is
     passed over; an order that the caller has set stays.
 
     `q` ``[batch, heads, tokens, d]``, `k` ``[batch, kv heads, keys, d]``. With other keys than queries, as in decoding,
-    the order is torch's: cuDNN makes a plan for each number of keys.
+    the order is torch's: cuDNN makes a plan for each number of keys. So it is on the plain path.
     """
     tokens = q.shape[2]
-    if not q.is_cuda or q.dtype.itemsize != 2 or tokens != k.shape[2] or tokens < LEAST_TOKENS:
+    if q.dtype.itemsize != 2 or tokens != k.shape[2] or tokens < LEAST_TOKENS or not runs_kernels(q, backend):
         return nullcontext()
     return sdpa_kernel(_enabled(), set_priority=True) if torch.compiler.is_compiling() else _CUDNN_FIRST
 

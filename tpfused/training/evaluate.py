@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-from tpfused import ParallelTransformer, vocab_parallel_cross_entropy
+from tpfused import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from tpfused.collectives import gather_from_group
 from tpfused.training.data import TextData
 from tpfused.training.model import Trainable
@@ -45,7 +45,8 @@ def validate(
         loss = vocab_parallel_cross_entropy(
             logits_shard, some_labels, vocab_size=model.config.vocab_size, reduction="none", group=model.group
         )
-        right = _whole_logits(model, logits_shard).argmax(-1) == some_labels
+        guesses = vocab_parallel_argmax(logits_shard, model.config.vocab_size, model.group)
+        right = guesses == some_labels
         sums += torch.stack([(loss * weight).sum(), (right * weight).sum(), weight.sum() * ids.shape[1]])
     if dp is not None:
         dist.all_reduce(sums, group=dp.get_group())
@@ -57,7 +58,10 @@ def validate(
 def sample(
     trainable: Trainable, data: TextData, autocast: AbstractContextManager, length: int, seed: int
 ) -> dict[str, str]:
-    """A prompt from the held-out tail, and the `length` bytes the model writes after it, alike on all ranks."""
+    """A prompt from the held-out tail, and the `length` bytes the model writes after it, alike on all ranks.
+
+    Not by the model's `generate`, which ends at `max_positions`: the text may be longer than the window, which slides.
+    """
     generator = torch.Generator().manual_seed(seed)
     context = data.window - 1
     model, device = trainable.model, next(trainable.model.parameters()).device
@@ -66,13 +70,9 @@ def sample(
     for _ in range(length):
         with autocast:
             logits_shard = trainable.logits(text[None, -context:].to(device))
-        last = _whole_logits(model, logits_shard[:, -1:])[0, -1].double().cpu()
+        last = gather_from_group(logits_shard[0, -1], -1, model.config.vocab_size, model.group).double().cpu()
         text = torch.cat([text, torch.multinomial((last / TEMPERATURE).softmax(-1), 1, generator=generator)])
     return {"prompt": _printable(text[:prompt]), "continuation": _printable(text[prompt:])}
-
-
-def _whole_logits(model: ParallelTransformer, logits_shard: Tensor) -> Tensor:
-    return gather_from_group(logits_shard, -1, model.config.vocab_size, model.group)
 
 
 def _printable(tokens: Tensor) -> str:

@@ -76,18 +76,36 @@ def build(run: RunConfig, device: torch.device, mesh: DeviceMesh | None) -> Trai
     return (_fully_sharded if fully_sharded else _replicated)(model, mesh["dp"])
 
 
-class _Loss(nn.Module):
-    """What the wrappers wrap: they act around `forward`, and training needs no other output than the loss."""
+class WithLoss(nn.Module):
+    """What DDP and FSDP2 wrap: they act around `forward`, and training needs no other output than the loss.
 
-    def __init__(self, model: ParallelTransformer):
+    `options`: of the model's `loss`.
+    """
+
+    def __init__(self, model: ParallelTransformer, **options: object):
         super().__init__()
         self.model = model
+        self.options = options
+
+    @property
+    def blocks(self) -> nn.ModuleList:
+        return self.model.blocks
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.model.loss(ids, labels)
+        return self.model.loss(ids, labels, **self.options)
 
     def logits(self, ids: Tensor) -> Tensor:
         return self.model(ids)
+
+
+def shard_blocks(module: nn.Module, mesh: DeviceMesh) -> None:
+    """FSDP2 over `mesh` of a module that has `blocks`, block by block; its `forward` and `logits` gather the rest."""
+    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
+
+    for block in module.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+    register_fsdp_forward_method(module, "logits")
 
 
 def _replicated(model: ParallelTransformer, dp: DeviceMesh) -> Trainable:
@@ -95,18 +113,14 @@ def _replicated(model: ParallelTransformer, dp: DeviceMesh) -> Trainable:
 
     # Every replica drew the same weights: no broadcast. Gradients live in the buckets, not twice.
     ddp = DistributedDataParallel(
-        _Loss(model), process_group=dp.get_group(), init_sync=False, gradient_as_bucket_view=True
+        WithLoss(model), process_group=dp.get_group(), init_sync=False, gradient_as_bucket_view=True
     )
     return Trainable(model, ddp, model, lambda last: nullcontext() if last else ddp.no_sync())
 
 
 def _fully_sharded(model: ParallelTransformer, dp: DeviceMesh) -> Trainable:
-    from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-    for block in model.blocks:
-        fully_shard(block, mesh=dp)
-    root = fully_shard(_Loss(model), mesh=dp)
-    register_fsdp_forward_method(root, "logits")
+    root = WithLoss(model)
+    shard_blocks(root, dp)
 
     def micro_batch(last: bool) -> AbstractContextManager:
         root.set_requires_gradient_sync(last)

@@ -19,6 +19,7 @@ from tpfused.layers.transformer import ParallelTransformer
 from tpfused.overlap.tiers import tier
 from tpfused.packing import pack_qkv, unpack_gate_up, unpack_qkv
 from tpfused.placement import local
+from tpfused.training.model import WithLoss, shard_blocks
 
 Tensors = dict[str, Tensor]
 Context = Callable[[], AbstractContextManager]
@@ -100,24 +101,6 @@ class Program:
         return sum(local(parameter).numel() * parameter.element_size() for parameter in self.module.parameters())
 
 
-class Ours(nn.Module):
-    """`ParallelTransformer` and its loss: FSDP2 acts around `forward`."""
-
-    def __init__(self, model: ParallelTransformer):
-        super().__init__()
-        self.model = model
-
-    @property
-    def blocks(self) -> nn.ModuleList:
-        return self.model.blocks
-
-    def logits(self, ids: Tensor) -> Tensor:
-        return self.model(ids)
-
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
-        return self.model.loss(ids, labels, overwrite_logits=True)
-
-
 def build_all(
     names: Sequence[str], size: Size, layers: int, tokens: int, place: Place, seed: int
 ) -> Iterator[tuple[str, Program | None, str | None]]:
@@ -155,7 +138,8 @@ def build(size: Size, layers: int, tokens: int, place: Place, seed: int) -> tupl
     torch.manual_seed(seed)
     where = {"mesh": place.tp} if place.degree.dp > 1 else {"group": place.tp.get_group()}
     config = size.config(layers, tokens, sequence_parallel=place.degree.tp > 1)
-    module = Ours(ParallelTransformer(config, **where, device=place.device, dtype=place.dtype))
+    model = ParallelTransformer(config, **where, device=place.device, dtype=place.dtype)
+    module = WithLoss(model, overwrite_logits=True)
     unpacked = partial(_unpacked, size, place.degree.tp)
     weights = unpacked({name: local(parameter).detach() for name, parameter in module.named_parameters()})
     _shard(module, place)
@@ -225,14 +209,9 @@ def _fill(module: nn.Module, weights: Tensors) -> None:
 
 
 def _shard(module: nn.Module, place: Place) -> None:
-    """FSDP2 over the other ranks, block by block."""
+    """FSDP2 over the other ranks."""
     if place.degree.dp > 1:
-        from torch.distributed.fsdp import fully_shard, register_fsdp_forward_method
-
-        for block in module.blocks:
-            fully_shard(block, mesh=place.mesh["dp"])
-        fully_shard(module, mesh=place.mesh["dp"])
-        register_fsdp_forward_method(module, "logits")
+        shard_blocks(module, place.mesh["dp"])
 
 
 def _unpacked(size: Size, tp: int, tensors: Tensors) -> Tensors:

@@ -288,8 +288,7 @@ def _once(program: Program, direction: str, ids: Tensor, labels: Tensor) -> None
 
 def _peak_bytes(program: Program, call: Callable[[], None], variant: str, place: Place) -> int | None:
     """The most memory that the program holds in a call, its parameters included; None on a CPU. Others' models, which
-    are there as well, are not counted. The workspaces that stay from call to call are, and what peers write, which is
-    not from torch's allocator."""
+    are there as well, are not counted. Our `_kept_bytes` are."""
     call()  # compiles and measures what there is
     call()
     if place.device.type != "cuda":
@@ -300,9 +299,17 @@ def _peak_bytes(program: Program, call: Callable[[], None], variant: str, place:
     call()
     torch.cuda.synchronize()
     used = torch.cuda.max_memory_allocated() - before + program.resident_bytes()
-    if variant == "ours":
-        used += peer_bytes(place.tp.get_group()) + workspace_bytes().get(place.device, 0)
-    return used
+    return used + _kept_bytes(variant, place)
+
+
+def _kept_bytes(variant: str, place: Place) -> int:
+    """Ours from call to call: the workspaces, and what peers write, which is not from torch's allocator.
+
+    None of one rank's, which has no peers: the workspaces are a device's, so those that it has are of other degrees.
+    """
+    if variant != "ours" or place.degree.tp == 1:
+        return 0
+    return peer_bytes(place.tp.get_group()) + workspace_bytes().get(place.device, 0)
 
 
 def _peak_matmul(size: Size, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:

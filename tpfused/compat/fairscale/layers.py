@@ -21,7 +21,7 @@ from tpfused.collectives import gather_from_group
 from tpfused.compat.fairscale.initialize import tp_group
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
-from tpfused.parameter import ParallelModule, check_size
+from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
 from tpfused.sharding import divide, shard_range
 
 InitMethod = Callable[[Tensor], object]
@@ -66,7 +66,7 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
     ):
         group = tp_group()
         _check_stride(stride)
-        own = divide(out_features, group.size, "ColumnParallelLinear: out_features over the model-parallel ranks")
+        own = _per_rank(out_features, "out_features", group, "ColumnParallelLinear")
         super().__init__(
             in_features, out_features, bias, gather_output=gather_output, init_method=init_method, group=group
         )
@@ -103,7 +103,7 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
     ):
         group = tp_group()
         _check_stride(stride)
-        own = divide(in_features, group.size, "RowParallelLinear: in_features over the model-parallel ranks")
+        own = _per_rank(in_features, "in_features", group, "RowParallelLinear")
         super().__init__(
             in_features, out_features, bias, input_is_parallel=input_is_parallel, init_method=init_method, group=group
         )
@@ -129,9 +129,9 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
     outside the vocabulary gives zeros, as in fairscale.
 
     Raises:
-        ValueError: sizes that do not divide, an option that is not supported, a padding_idx outside the vocabulary, no
-            groups.
-        TypeError: ids that are not integers.
+        ValueError: sizes that do not divide, an option that is not supported, a padding_idx outside the vocabulary, an
+            init_method that returns a new tensor, no groups.
+        TypeError: ids that are not integers, an init_method that is no function of one tensor.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
     ):
         group = tp_group()
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
-        own = divide(num_embeddings, group.size, "VocabParallelEmbedding: num_embeddings over the model-parallel ranks")
+        own = _per_rank(num_embeddings, "num_embeddings", group, "VocabParallelEmbedding")
         super().__init__(num_embeddings, embedding_dim, padding_idx, init_method=init_method, check="off", group=group)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
         self.num_embeddings_per_partition = own
@@ -184,14 +184,11 @@ class ParallelEmbedding(_Layer):
         super().__init__(tp_group())
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
         check_size(num_embeddings, "num_embeddings")
-        check_size(embedding_dim, "embedding_dim")
-        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
-        self.num_embeddings, self.embedding_dim, self.padding_idx = num_embeddings, embedding_dim, padding_idx
+        self.embedding_dim_per_partition = _per_rank(embedding_dim, "embedding_dim", self.group, "ParallelEmbedding")
+        self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
+        self.padding_idx = embedding.row_of_padding(padding_idx, num_embeddings)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
-        self.embedding_dim_per_partition = divide(
-            embedding_dim, self.group.size, "ParallelEmbedding: embedding_dim over the model-parallel ranks"
-        )
+        check_init_method(init_method)
         self.init_method = init_method
         self.new_parameter("weight", (num_embeddings, embedding_dim), 1)
         self.reset_parameters()
@@ -213,7 +210,7 @@ def _draw_table(layer: VocabParallelEmbedding | ParallelEmbedding) -> None:
     if layer.weight.is_meta:
         return
     whole = layer.weight.new_empty(layer.num_embeddings, layer.embedding_dim)
-    layer.init_method(whole)
+    fill_in_place(whole, layer.init_method)
     layer.fill_parameter("weight", whole)
 
 
@@ -241,19 +238,29 @@ def _initialize_affine_weight(
         per_partition_size: of `weight` along `partition_dim`, which is split.
         stride: 1.
         return_master_weight: return the whole weight instead of None.
+
+    Raises:
+        ValueError: a stride, an init_method that returns a new tensor.
+        TypeError: an init_method that is no function of one tensor.
     """
     _check_stride(stride)
+    check_init_method(init_method)
     group = tp_group()
     whole = weight if group.size == 1 else weight.new_empty(out_features, in_features)
-    init_method(whole)
+    fill_in_place(whole, init_method)
     if group.size > 1:
         weight.copy_(whole.narrow(partition_dim, group.rank * per_partition_size, per_partition_size))
     return whole if return_master_weight else None
 
 
+def _per_rank(size: int, what: str, group: TPGroup, layer: str) -> int:
+    check_size(size, what)
+    return divide(size, group.size, f"{layer}: {what} over the model-parallel ranks")
+
+
 def _check_stride(stride: int) -> None:
     if stride != 1:
-        raise ValueError(f"stride must be 1, not {stride}: shards are consecutive rows or columns")
+        raise ValueError(f"stride must be 1, not {stride!r}: shards are consecutive rows or columns")
 
 
 def _check_lookup(max_norm: float | None, scale_grad_by_freq: bool, sparse: bool) -> None:

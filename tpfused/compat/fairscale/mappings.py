@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tpfused import collectives
 from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.compat.sizes import size_of
 from tpfused.sharding import divide
 
 
@@ -30,11 +31,13 @@ def scatter_to_model_parallel_region(input_: Tensor) -> Tensor:
         ValueError: n does not divide by the number of ranks.
     """
     group = tp_group()
-    divide(input_.shape[-1], group.size, "the last dimension over the model-parallel ranks")
+    features = size_of(input_, -1, "scatter_to_model_parallel_region")
+    divide(features, group.size, "the last dimension over the model-parallel ranks")
     return collectives.scatter_to_group(input_, -1, group)
 
 
 def gather_from_model_parallel_region(input_: Tensor) -> Tensor:
     """This rank's ``[..., n]``, of one size on all ranks -> all ranks' ``[..., n * ranks]``. Its gradient is sliced."""
     group = tp_group()
-    return collectives.gather_from_group(input_, -1, input_.shape[-1] * group.size, group)
+    features = size_of(input_, -1, "gather_from_model_parallel_region")
+    return collectives.gather_from_group(input_, -1, features * group.size, group)

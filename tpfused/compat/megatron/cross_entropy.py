@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.compat.megatron.megatrons_own import names_of
+from tpfused.compat.sizes import size_of
 from tpfused.layers import loss
 
 IGNORED = -100
@@ -40,11 +41,11 @@ def vocab_parallel_cross_entropy(
     group = find_group(tp_group)
     if label_smoothing:
         # An amount e spread over the K - 1 others is e K / (K - 1) spread over all K.
-        vocabulary = vocab_parallel_logits.shape[-1] * group.size
+        vocabulary = size_of(vocab_parallel_logits, -1, "vocab_parallel_cross_entropy") * group.size
         label_smoothing *= vocabulary / max(1, vocabulary - 1)
     return loss.vocab_parallel_cross_entropy(
         vocab_parallel_logits,
-        target.masked_fill(target < 0, IGNORED),
+        target.masked_fill(target < 0, IGNORED) if isinstance(target, Tensor) else target,  # refused there
         ignore_index=IGNORED,
         label_smoothing=label_smoothing,
         reduction="none",

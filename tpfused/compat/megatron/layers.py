@@ -37,7 +37,7 @@ from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
 from tpfused.main_grad import announced, into_main_grad, main_grad_of
-from tpfused.parameter import ParallelModule, check_size
+from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
 from tpfused.sharding import divide
 
 Init = Callable[[Tensor], object] | None
@@ -56,6 +56,7 @@ class _Layer(ParallelModule):
     ) -> dict:
         """To be called first -> the arguments that say how parameters are made."""
         check_size(stride, "stride")
+        check_init_method(init_method)
         if config is None or isinstance(config, dict | str):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
         remat_group = getattr(pg_collection, "gtp_remat", None)
@@ -154,7 +155,7 @@ class _Initializer:
 
     def __call__(self, whole: Tensor) -> None:
         drawn = torch.empty(whole.shape, dtype=torch.float32) if self.in_float32 else torch.empty_like(whole)
-        self.init_method(drawn)
+        fill_in_place(drawn, self.init_method)
         blocks = drawn.unflatten(self.dim, (self.stride, self.ranks, -1)).transpose(self.dim, self.dim + 1)
         whole.copy_(blocks.flatten(self.dim, self.dim + 2))
 

@@ -1,7 +1,8 @@
 """Megatron-LM's mappings between whole and split activations: the conjugate pairs of `tpfused.collectives`.
 
 Each takes a tensor (of integers too, which have no gradient) and the tensor-parallel ProcessGroup (`group`, found as
-the package says if None), and raises `ValueError` where the dimension that it splits does not divide by the ranks.
+the package says if None), and raises `ValueError` where the dimension that it splits does not divide by the ranks, or
+is not there.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from tpfused.collectives import (
     scatter_to_group,
 )
 from tpfused.compat.megatron.megatrons_own import names_of
+from tpfused.compat.sizes import size_of
 from tpfused.group import TPGroup, resolve_group
 from tpfused.sharding import divide
 
@@ -32,7 +34,8 @@ def find_group(tp_group: dist.ProcessGroup | None) -> TPGroup:
 
 
 def check_divides(x: Tensor, dim: int, group: TPGroup, what: str) -> None:
-    divide(x.shape[dim], group.size, f"{what}: dimension {dim} of {tuple(x.shape)} over tensor-parallel ranks")
+    size = size_of(x, dim, what)
+    divide(size, group.size, f"{what}: dimension {dim} of {tuple(x.shape)} over tensor-parallel ranks")
 
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -55,7 +58,8 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessG
 def gather_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All ranks' slices of the last dimension; the gradient is this rank's slice."""
     tp = find_group(group)
-    return gather_from_group(input_, -1, input_.shape[-1] * tp.size, tp)
+    features = size_of(input_, -1, "gather_from_tensor_model_parallel_region")
+    return gather_from_group(input_, -1, features * tp.size, tp)
 
 
 def scatter_to_sequence_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
@@ -80,7 +84,7 @@ def gather_from_sequence_parallel_region(
     _refuse_split_sizes(output_split_sizes, "gather_from_sequence_parallel_region", "output_split_sizes")
     tp = find_group(group)
     gather = all_gather_tokens if tensor_parallel_output_grad else gather_from_group
-    return gather(input_, 0, input_.shape[0] * tp.size, tp)
+    return gather(input_, 0, size_of(input_, 0, "gather_from_sequence_parallel_region") * tp.size, tp)
 
 
 def reduce_scatter_to_sequence_parallel_region(
@@ -102,7 +106,8 @@ def reduce_scatter_to_sequence_parallel_region(
 def all_gather_last_dim_from_tensor_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """All ranks' slices of the last dimension; the gradient is reduce-scattered."""
     tp = find_group(group)
-    return all_gather_tokens(input_, -1, input_.shape[-1] * tp.size, tp)
+    features = size_of(input_, -1, "all_gather_last_dim_from_tensor_parallel_region")
+    return all_gather_tokens(input_, -1, features * tp.size, tp)
 
 
 def reduce_scatter_last_dim_to_tensor_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:

@@ -46,7 +46,7 @@ class FusedScaleMaskSoftmax(nn.Module):
     Raises:
         ValueError: both input dtypes, a scale without `softmax_in_fp32`, neither fusion nor a `mask_func`, scores that
             are not four-dimensional, a causal type without a mask for other than square scores, a `softmax_offset` of
-            another number of entries.
+            another number of entries; under fusion, a mask that is not broadcastable to the scores.
         TypeError: under fusion, a mask that is not boolean.
     """
 
@@ -108,8 +108,8 @@ class FusedScaleMaskSoftmax(nn.Module):
         return queries == keys
 
     def _fused(self, scores: Tensor, mask: Tensor | None, causal: bool, offset: Tensor | None) -> Tensor:
-        if mask is not None and mask.dtype != torch.bool:
-            raise TypeError(f"the mask must be boolean, True is masked out, not {mask.dtype}")
+        if mask is not None:
+            _check_mask(mask, scores)
         seen = None if mask is None else ~mask
         scale = 1.0 if self.scale is None else self.scale
         if offset is None and runs_kernels(scores, what="masked softmax"):
@@ -131,6 +131,14 @@ class FusedScaleMaskSoftmax(nn.Module):
         if mask is None and causal:
             mask = _later_keys(scores)
         return _softmax(scores if mask is None else self.mask_func(scores, mask), offset)
+
+
+def _check_mask(mask: Tensor, scores: Tensor) -> None:
+    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+        got = getattr(mask, "dtype", type(mask).__name__)
+        raise TypeError(f"the mask must be boolean, True is masked out, not {got}")
+    if mask.ndim > 4 or any(m not in (1, s) for m, s in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
+        raise ValueError(f"the mask, {tuple(mask.shape)}, is not broadcastable to the scores, {tuple(scores.shape)}")
 
 
 def _softmax(scores: Tensor, offset: Tensor | None) -> Tensor:

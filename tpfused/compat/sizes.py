@@ -1,0 +1,19 @@
+"""Sizes of what programs give, or errors that name it."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+
+def size_of(x: Tensor, dim: int, function: str) -> int:
+    """Of `x` along `dim`.
+
+    Raises:
+        TypeError: `x` is not a tensor.
+        ValueError: it has no dimensions.
+    """
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{function}: the input must be a tensor, not {type(x).__name__}")
+    if not x.ndim:
+        raise ValueError(f"{function}: the input has no dimensions, and {dim} is to be one")
+    return x.shape[dim]
