@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, MutableMapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpfused.group import TPGroup, check_reshapable
 from tpfused.layers.embedding import VocabParallelEmbedding
@@ -22,18 +24,33 @@ from tpfused.parameter import LinearParameters, ParallelModule, empty_on
 from tpfused.placement import is_dtensor
 from tpfused.sharding import divide
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @dataclass
 class Conversion:
-    """Where a module goes: over which ranks, and onto which device."""
+    """Where a module goes: over which ranks, and onto which device.
+
+    Attributes:
+        heads: what `knows_heads` found for the module.
+        became: of each dense parameter that was converted, over which group's mesh, and into what: for the other
+            modules that it is tied to, whose conversions share this.
+    """
 
     group: TPGroup
-    heads: object = None  # what `knows_heads` found for the module
+    heads: object = None
+    became: MutableMapping[Tensor, tuple[DeviceMesh, nn.Parameter]] = field(default_factory=WeakTensorKeyDictionary)
 
     @property
     def device(self) -> torch.device:
-        kind = self.group.mesh.device_type
-        return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        return device_of(self.group)
+
+
+def device_of(group: TPGroup) -> torch.device:
+    """That of this rank, of the kind of the group's mesh."""
+    kind = group.mesh.device_type
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def colwise(module: nn.Module, to: Conversion, *, gather_output: bool = False, parts: int = 1) -> None:
@@ -96,12 +113,14 @@ def replicate(module: nn.Module, to: Conversion, *, sum_gradients: bool = False)
     for name, param in module._parameters.items():
         if param is None or isinstance(param, DTensor):
             continue
-        if _became(param, to) is None:
+        new = _became(param, to)
+        if new is None:
             data = param.detach()
             data = data if data.is_meta else data.to(to.device).contiguous()
             data = DTensor.from_local(data, to.group.mesh, [Replicate()], run_check=False)
-            param.tp_became = nn.Parameter(data, requires_grad=param.requires_grad)
-        module._parameters[name] = param.tp_became
+            new = nn.Parameter(data, requires_grad=param.requires_grad)
+            to.became[param] = to.group.mesh, new
+        module._parameters[name] = new
     own = [param for param in module._parameters.values() if param is not None]
     done = isinstance(module, ParallelModule | WholeParameters)
     if own and not done and all(param.placements[0].is_replicate() for param in own):
@@ -272,7 +291,7 @@ def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
         if not param.is_meta:
             layer._parameters[name] = empty_on(made, to.device)
             layer.fill_parameter(name, _as_matrix(module) if name == "weight" else param.detach())
-        param.tp_became = layer._parameters[name].requires_grad_(param.requires_grad)
+        to.became[param] = to.group.mesh, layer._parameters[name].requires_grad_(param.requires_grad)
     module.__class__ = type(layer)
     # Hooks stay the module's, and whatever else a library has noted on it.
     vars(module).update({key: value for key, value in vars(layer).items() if "hook" not in key and key != "training"})
@@ -280,5 +299,6 @@ def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
 
 def _became(param: nn.Parameter, to: Conversion) -> nn.Parameter | None:
     """What a dense parameter was turned into before, for another module that it is tied to."""
-    new = getattr(param, "tp_became", None)
-    return None if new is None or new.device_mesh != to.group.mesh else new
+    # The group's mesh, not the parameter's own: keys and values of few heads lie on one of another shape.
+    mesh, new = to.became.get(param, (None, None))
+    return new if mesh == to.group.mesh else None

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpfused.group import TPGroup, resolve_group
 from tpfused.parallel import convert
@@ -133,8 +134,12 @@ def _local_inputs(placement: Placement, module: nn.Module, args: tuple) -> tuple
     return tuple(arg.to_local(grad_placements=arg.placements) if is_dtensor(arg) else arg for arg in laid_out)
 
 
+# Of all that was given a style: torch and transformers convert a model's modules one by one.
+_BECAME = WeakTensorKeyDictionary()
+
+
 def _conversion(module: nn.Module, mesh: DeviceMesh, heads: object) -> convert.Conversion:
-    return convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads))
+    return convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads), _BECAME)
 
 
 def _check(style: str, module: nn.Module, to: convert.Conversion) -> dict[str, str]:
