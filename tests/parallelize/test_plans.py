@@ -197,8 +197,10 @@ def check_refusals(ctx, seed):
     with refuses(ValueError, "0", "mesh=", "ParallelTransformer"):
         split(nn.Sequential(tpfused.ColumnParallelLinear(8, 8, group=ctx.group(4))), {})
     config = tpfused.TransformerConfig(37, 6, 1, 6, 16, 16)
-    with refuses(ValueError, 6, 4):
+    with refuses(ValueError, "6 attention heads and 6 key-value heads", "over 4 tensor-parallel", "over 1, 2, 3, 6"):
         split(tpfused.ParallelTransformer(config, group=ALONE))
+    with refuses(ValueError, "6 attention heads and 3 key-value heads", "over 2 tensor-parallel", "over 1, 3, 6"):
+        split(tpfused.ParallelTransformer(replace(config, num_kv_heads=3), group=ALONE), over=ctx.mesh(2))
     with refuses(ValueError, "float32", "float64"):
         mixed = tpfused.ParallelTransformer(replace(config, hidden_size=8, num_heads=4), group=ALONE)
         mixed.norm.double()

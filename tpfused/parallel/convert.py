@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpfused.group import TPGroup, check_reshapable
+from tpfused.layers.attention import check_heads_split
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpfused.parallel.layers import (
@@ -155,7 +156,7 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
     """
     if style in ("attention", "colwise_kv", "fused_qkv"):
         heads, kv_heads = head_counts(module, to.heads)
-        check_heads(name, heads, kv_heads, to.group.size)
+        check_heads_split(name, heads, kv_heads, to.group.size)
         if style == "colwise_kv" and kv_heads < to.group.size:
             check_reshapable(to.group.mesh, kv_heads)
         if style == "fused_qkv" and heads != kv_heads:
@@ -236,18 +237,6 @@ def head_counts(module: nn.Module, source: object) -> tuple[int, int]:
         )
     heads = next(getattr(source, name) for name in _HEADS if hasattr(source, name))
     return heads, next((getattr(source, name) for name in _KV_HEADS if getattr(source, name, None)), heads)
-
-
-def check_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:
-    def fits(n: int) -> bool:
-        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-
-    if not fits(ranks):
-        choices = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
-        raise ValueError(
-            f"{name}: {heads} attention heads and {kv_heads} key-value heads cannot be split over {ranks} "
-            f"tensor-parallel ranks; they can over {choices}"
-        )
 
 
 def _is_conv1d(module: nn.Module) -> bool:
