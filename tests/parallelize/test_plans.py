@@ -21,8 +21,6 @@ from tests.parallelize.own_models import (
     dense_model,
     on_four,
 )
-from tpfused.checkpoint import model_entries
-from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear
@@ -247,41 +245,6 @@ def check_refusals(ctx, seed):
     nameless = torch.distributed.device_mesh.DeviceMesh.from_group(ctx.group(4), ctx.device.type)
     with refuses(ValueError, "2 key-value heads on 4 ranks", "mesh_dim_names"):
         split(Model(), PLAN, nameless)
-
-
-def check_own_model(ctx, tp, seed, on_meta):
-    """A `ParallelTransformer` of one process becomes the one of the mesh, of fewer kv heads than ranks too."""
-    config = tpfused.TransformerConfig.llama(
-        vocab_size=37, hidden_size=16, num_layers=2, num_heads=4, num_kv_heads=2, ffn_size=24, max_positions=16
-    )
-    torch.manual_seed(seed)
-    dense = tpfused.ParallelTransformer(config, group=ALONE, device=ctx.device, dtype=torch.float64)
-    dense.blocks[0].mlp.down.weight.requires_grad_(False)
-    expected = {}
-    for entry in model_entries(dense):
-        expected |= zip(entry.names, entry.unpack(entry.tensor.detach()), strict=True)
-    model = copy.deepcopy(dense).to("meta") if on_meta else copy.deepcopy(dense)
-    assert tpfused.parallelize(model.eval(), ctx.mesh(tp)) is model
-    assert not model.training and model.group.size == tp
-    if on_meta:
-        model.to_empty(device=ctx.device)
-        tpfused.load_full_state_dict(model, expected)
-    assert not model.blocks[0].mlp.down.weight.requires_grad and model.embedding.weight.requires_grad
-    found = tpfused.full_state_dict(model)
-    assert found.keys() == (expected.keys() if ctx.rank == 0 else set())
-    assert all(torch.equal(found[name], expected[name].cpu()) for name in found)
-    ids = torch.randint(37, (2, 8), device=ctx.device)
-    logits = all_gather(model(ids), -1, 37, model.group)
-    assert_close(logits, dense(ids).detach())
-    model.loss(ids, ids).backward()
-    dense.loss(ids, ids).backward()
-    assert_close(model.norm.weight.grad.full_tensor(), dense.norm.weight.grad)
-
-
-@split
-@pytest.mark.parametrize("on_meta", [False, True])
-def test_the_packages_own_model(workers, tp, seed, on_meta):
-    workers.run(check_own_model, tp, seed, on_meta)
 
 
 def test_what_is_refused(workers, seed):

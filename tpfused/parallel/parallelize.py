@@ -37,6 +37,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     all alike elsewhere: seed the ranks alike. A transformers model's ``output_attentions=True`` gives the attentions of
     this rank's heads, and its `save_pretrained` raises.
 
+    Modules stay the same objects, with their hooks, training or eval mode, and attributes of others. Not kept are:
+    gradients, and hooks and attributes of parameters, for all of these are new; of a `ParallelTransformer`, what its
+    constructor sets and was set otherwise later and, of fewer key-value heads than ranks, ``attention.qkv``, which
+    becomes ``q``, ``k`` and ``v``.
+
     Args:
         model: from transformers (Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT), or a `ParallelTransformer` of one process,
             with ``plan="auto"``; any with a plan.
@@ -76,8 +81,9 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     Raises:
         ValueError: a mesh that is not one-dimensional, an architecture that "auto" does not know (the error lists what
             it cannot place, and shows a plan), a pattern that matches nothing, an unknown style, head counts that do
-            not divide, a model that is parallel already or otherwise built of this package's layers; models, weights
-            or styles that differ between ranks. The model is unchanged then.
+            not divide, a model that is parallel already or otherwise built of this package's layers, a subclass of
+            `ParallelTransformer`, or one that was changed or is partly on the meta device; models, weights or styles
+            that differ between ranks. The model is unchanged then.
         TypeError: no mesh, no module, or a plan that is neither "auto" nor a mapping.
 
         All but what concerns the mesh on every rank, where it concerns one.
