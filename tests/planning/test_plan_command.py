@@ -343,6 +343,24 @@ def test_a_block_that_cannot_be_built_is_one_line(monkeypatch, capfd):
     assert "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "options, ranks", [([], 4), (["--heads", "6"], 2), (["--tp", "2"], 2), (["--tp", "1"], 4), (["--gpus", "1"], None)]
+)
+def test_a_check_measures_the_rates_that_a_plan_uses(monkeypatch, options, ranks):
+    """Of layers that the same groups split: those of the largest tp that splits the heads, or was asked for."""
+    asked = []
+
+    def run(command, function, argument, worker, world, on_event):
+        asked.append(argument["split"])
+        return 3
+
+    for module in (check, job):
+        monkeypatch.setattr(module, "run_on_ranks", run)
+    sizes = [*TINY, "--hidden", "48", "--gpus", "4", *options]
+    assert plan(*sizes) == plan(*sizes, "--check") == 3
+    assert asked == [None if ranks is None else [list(range(i, i + ranks)) for i in range(0, 4, ranks)]] * 2
+
+
 def test_a_prediction_that_is_off_ends_with_1(monkeypatch, capsys):
     """By rates 16 % below what was measured, twice over; that by parts is right, and does not count."""
     asked = {}
