@@ -300,6 +300,7 @@ def test_a_short_run(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "from a short run on 2 x CPU" in out and "parameters on 2 ranks, " in out and "GiB a rank" in out
     assert "GPU" not in out and "does not tell" not in out
+    assert "us (matmul), " in out and "us (matmul on several ranks), " in out and "us (any other call)" in out
 
 
 @pytest.mark.parametrize("sequence", ["32", "1"])

@@ -20,7 +20,7 @@ from tpfused.planning import worker
 from tpfused.planning.block import Setting, block
 from tpfused.planning.communication import Fit
 from tpfused.planning.layouts import Step
-from tpfused.planning.options import USED, check_small, step_of
+from tpfused.planning.options import USED_BY_LAYERS, check_small, step_of
 from tpfused.planning.rates import Rates
 from tpfused.planning.report import checked_row, is_off, show_checked, tell_rates
 from tpfused.planning.shape import Shape
@@ -112,7 +112,7 @@ def _argument(
         "layers": layers,
         "settings": [step.setting(tp) for tp in degrees],
         "split": split_groups(world, degrees),
-        "cases": [Case(op, size, True) for op in USED[:3] for size in sizes],
+        "cases": [Case(op, size, True) for op in USED_BY_LAYERS for size in sizes],
         "dtype": options["dtype"],
         "rounds": options["rounds"] or ROUNDS,
         "seed": 0,
