@@ -261,7 +261,7 @@ def check_transformers_refusals(ctx, seed):
         tpfused.parallelize(build("gpt2", n_embd=24, n_head=6), mesh)
     sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 4}
     unknown = transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**sizes, intermediate_size=16))
-    with refuses(ValueError, "GPTNeoXForCausalLM", "gpt_neox", "llama, mistral") as _:
+    with refuses(ValueError, "GPTNeoXForCausalLM", "gpt_neox", "llama, mistral"):
         tpfused.parallelize(unknown, mesh)
     crossed = build("gpt2", add_cross_attention=True)
     with refuses(ValueError, "transformer.h.*.crossattention.q_attn: Conv1D"):
@@ -305,9 +305,9 @@ def check_shown_plan(ctx, tp, seed, name):
 
     sizes = {"vocab_size": 37, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}
     config = getattr(transformers, f"{name}Config")(**sizes | {"bos_token_id": 1, "eos_token_id": 2} | UNKNOWN[name])
-    dense, model = (
-        (torch.manual_seed(seed), getattr(transformers, f"{name}ForCausalLM")(config).eval())[1] for _ in range(2)
-    )
+    torch.manual_seed(seed)
+    dense = getattr(transformers, f"{name}ForCausalLM")(config).eval()
+    model = copy.deepcopy(dense)
     plan = shown_plan(model, ctx.mesh(tp))
     assert len(plan) >= 2
     tpfused.parallelize(model, ctx.mesh(tp), plan)
