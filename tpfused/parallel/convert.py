@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpfused.group import TPGroup, check_reshapable
 from tpfused.layers.attention import check_heads_split
@@ -40,8 +39,8 @@ class Conversion:
     """
 
     group: TPGroup
-    heads: object = None
-    became: MutableMapping[Tensor, tuple[DeviceMesh, nn.Parameter]] = field(default_factory=WeakTensorKeyDictionary)
+    heads: object
+    became: MutableMapping[Tensor, tuple[DeviceMesh, nn.Parameter]]
 
     @property
     def device(self) -> torch.device:
