@@ -187,7 +187,7 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     writes = not dist.is_initialized() or dist.get_rank() == 0
     check = partial(_savable, model, path if writes else "", max_file_bytes)
     if dist.is_initialized():
-        check_alike(check, dist.group.WORLD)
+        check_alike(check, dist.group.WORLD, "save_sharded")
     else:
         check()
     writer = Writer(Path(path), max_file_bytes) if writes else None

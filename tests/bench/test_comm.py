@@ -7,8 +7,8 @@ import torch
 import torch.distributed as dist
 
 from tpfused import cli
-from tpfused.bench.comm import works
-from tpfused.bench.comm.cases import Grid, grid, parse_sizes, told
+from tpfused.bench.comm import job, works
+from tpfused.bench.comm.cases import Grid, grid, parse_sizes, split_groups, told
 from tpfused.bench.comm.job import fits_of, is_bad, put_beside, tell
 from tpfused.bench.comm.worker import measure_all
 from tpfused.bench.comm.works import Member, build, join_groups
@@ -78,6 +78,16 @@ def test_grids():
     assert grid(4, 4, 1).groups() == {"all": [[0, 1, 2, 3]]}
     with pytest.raises(UserError):
         grid(4, 2, 1)
+
+
+def test_groups_that_split_layers(monkeypatch):
+    """Those of tensor parallelism in a grid; all ranks where there is no grid, or only data parallelism."""
+    asked = []
+    monkeypatch.setattr(job, "_measure", lambda argument, *rest: asked.append(argument["split"]) or 0)
+    for options in (["--tp", "2"], ["--tp", "4"], ["--dp", "4"], []):
+        assert comm("--cpu", "--gpus", "4", *options) == 0
+    assert asked == [[[0, 1], [2, 3]], *[[[0, 1, 2, 3]]] * 3]
+    assert split_groups(8, [1, 4, 2]) == [[0, 1, 2, 3], [4, 5, 6, 7]] and split_groups(1, [1]) is None
 
 
 @pytest.mark.parametrize("factor", [2, 1.5])

@@ -1,6 +1,7 @@
 """Each architecture against its dense self: logits, loss, gradients, tokens, optimizer steps."""
 
 import copy
+import inspect
 import io
 import pickle
 
@@ -70,7 +71,8 @@ def check_cross_attention(ctx, tp, seed):
     loss = dense_loss(dense, dense(ids, **given).logits, ids)
     out = model(ids, **given, labels=ids)
     compare({"loss": out.loss}, {"loss": loss}, 1e-10, str)
-    loss.backward(), out.loss.backward()
+    loss.backward()
+    out.loss.backward()
     grads = {param: p.grad for param, p in dense.named_parameters()}
     compare({p: whole(v.grad, grads[p]) for p, v in model.named_parameters()}, grads, 1e-10, str)
 
@@ -104,7 +106,8 @@ def test_modules_become_parallel_layers(workers, tp, seed):
 
 def check_generate(ctx, tp, seed, name):
     dense, model = twins(ctx, tp, seed, name, dtype=torch.float32)
-    dense.eval(), model.eval()
+    for m in (dense, model):
+        m.eval()
     ids, mask = random_ids(dense, ctx.device)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
     expected = dense.generate(ids, **options)
@@ -210,7 +213,7 @@ def check_loss_options(ctx, tp, seed, name):
     out = model(ids, **given)
     assert list(out)[:2] == ["loss", "logits"] and out[0] is out.to_tuple()[0] is out.loss
     torch.testing.assert_close(out[0], expected, rtol=1e-5, atol=1e-5)
-    names = list(__import__("inspect").signature(type(dense).forward).parameters)[1:]
+    names = list(inspect.signature(type(dense).forward).parameters)[1:]
     positional = [{"input_ids": ids, "labels": ids}.get(n) for n in names[: names.index("labels") + 1]]
     out = model(*positional)
     torch.testing.assert_close(out.loss, dense(*positional).loss, rtol=1e-5, atol=1e-5)
@@ -221,6 +224,25 @@ def check_loss_options(ctx, tp, seed, name):
 @pytest.mark.parametrize("name", ["llama", "gpt2", "bert"])
 def test_loss_options(workers, tp, seed, name):
     workers.run(check_loss_options, tp, seed, name)
+
+
+def check_compiled(ctx, seed):
+    """All of it in one graph, the loss of sharded logits too."""
+    _, model = twins(ctx, ctx.world, seed, "llama", num_hidden_layers=1)
+    ids, mask = random_ids(model, ctx.device)
+    results = []
+    for call in (model, torch.compile(model, backend="aot_eager", fullgraph=True)):
+        model.zero_grad()
+        out = call(ids, attention_mask=mask, labels=ids)
+        out.loss.backward()
+        assert out.logits.shape[-1] == -(-VOCAB // ctx.world) or ctx.rank == ctx.world - 1
+        grads = {name: p.grad.full_tensor() for name, p in model.named_parameters()}
+        results.append({"loss": out.loss.detach(), "logits": out.logits.detach(), **grads})
+    compare(results[1], results[0], 1e-6, lambda what: f"{what}, compiled")
+
+
+def test_torch_compile(workers, seed):
+    workers.run(check_compiled, seed)
 
 
 def check_checkpointing(ctx, tp, seed):

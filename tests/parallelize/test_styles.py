@@ -73,7 +73,7 @@ def check_dtensor_inputs(ctx, tp, seed):
             layer = parallelize_module(copy.deepcopy(dense), mesh, Style(style))
             part = distribute_tensor(x.detach(), mesh, [layout])
             part = part if embedding else part.requires_grad_()
-            out = layer(part)
+            out = layer(input=part) if layout == Shard(0) else layer(part)
             rank = mesh.get_local_rank()
             own = expected if split_dim is None else expected.chunk(tp, split_dim)[rank]
             assert_close(out, own.detach(), f"{style} of {layout}")

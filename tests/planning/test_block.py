@@ -104,6 +104,12 @@ def test_attention_flops():
     assert Attention(2, 3, 5, 7).flops == 2 * 2 * 3 * 25 * 7 and Attention(2, 3, 5, 7, True).flops == 5 * 2 * 3 * 25 * 7
 
 
+def test_attention_is_called_by_its_heads():
+    """Those of keys and values too where they are fewer, which is another kernel of other times."""
+    assert Attention(1, 8, 16, 4).label == Attention(1, 8, 16, 4, kv_heads=8).label == "attention forward [1, 8, 16, 4]"
+    assert Attention(1, 8, 16, 4, True, kv_heads=2).label == "attention backward [1, 8, 16, 4], 2 kv heads"
+
+
 def collectives(works):
     found = defaultdict(list)
     for work in works:

@@ -300,6 +300,7 @@ def test_a_short_run(tmp_path, capsys):
     out = capsys.readouterr().out
     assert "from a short run on 2 x CPU" in out and "parameters on 2 ranks, " in out and "GiB a rank" in out
     assert "GPU" not in out and "does not tell" not in out
+    assert "us (matmul), " in out and "us (matmul on several ranks), " in out and "us (any other call)" in out
 
 
 @pytest.mark.parametrize("sequence", ["32", "1"])
@@ -341,6 +342,24 @@ def test_a_block_that_cannot_be_built_is_one_line(monkeypatch, capfd):
     err = capfd.readouterr().err
     assert err.endswith("plan: a block at tp 1: ValueError: rotary positions need an even head_dim, not 3\n")
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    "options, ranks", [([], 4), (["--heads", "6"], 2), (["--tp", "2"], 2), (["--tp", "1"], 4), (["--gpus", "1"], None)]
+)
+def test_a_check_measures_the_rates_that_a_plan_uses(monkeypatch, options, ranks):
+    """Of layers that the same groups split: those of the largest tp that splits the heads, or was asked for."""
+    asked = []
+
+    def run(command, function, argument, worker, world, on_event):
+        asked.append(argument["split"])
+        return 3
+
+    for module in (check, job):
+        monkeypatch.setattr(module, "run_on_ranks", run)
+    sizes = [*TINY, "--hidden", "48", "--gpus", "4", *options]
+    assert plan(*sizes) == plan(*sizes, "--check") == 3
+    assert asked == [None if ranks is None else [list(range(i, i + ranks)) for i in range(0, 4, ranks)]] * 2
 
 
 def test_a_prediction_that_is_off_ends_with_1(monkeypatch, capsys):

@@ -251,13 +251,26 @@ def check_heads(
     for size, what in ((hidden_size, "hidden_size"), (num_heads, "num_heads"), (num_kv_heads, "num_kv_heads")):
         check_size(size, what)
     divide(num_heads, num_kv_heads, "num_heads over num_kv_heads")
-    divide(num_heads, ranks, "num_heads over tensor-parallel ranks")
-    if num_kv_heads % ranks and ranks % num_kv_heads:
-        raise ValueError(
-            f"num_kv_heads {num_kv_heads} and {ranks} tensor-parallel ranks: one must be a multiple of the other"
-        )
+    check_heads_split("ParallelAttention", num_heads, num_kv_heads, ranks)
     if head_dim is None:
         head_dim = divide(hidden_size, num_heads, "hidden_size over num_heads")
     check_size(head_dim, "head_dim")
     if rotary and head_dim % 2:
         raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
+
+
+def check_heads_split(name: str, heads: int, kv_heads: int, ranks: int) -> None:
+    """Refuse ranks over which the heads of the attention called `name` cannot be split, naming the degrees that fit.
+
+    Each rank has as many query heads, and as many key-value heads or, of fewer than ranks, one that others share.
+    """
+
+    def fits(n: int) -> bool:
+        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
+
+    if not fits(ranks):
+        choices = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
+        raise ValueError(
+            f"{name}: {heads} attention heads and {kv_heads} key-value heads cannot be split over {ranks} "
+            f"tensor-parallel ranks; they can over {choices}"
+        )

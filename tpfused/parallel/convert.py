@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, MutableMapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from tpfused.group import TPGroup, check_reshapable
+from tpfused.layers.attention import check_heads_split
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear
 from tpfused.parallel.layers import (
@@ -22,18 +24,33 @@ from tpfused.parameter import LinearParameters, ParallelModule, empty_on
 from tpfused.placement import is_dtensor
 from tpfused.sharding import divide
 
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
 
 @dataclass
 class Conversion:
-    """Where a module goes: over which ranks, and onto which device."""
+    """Where a module goes: over which ranks, and onto which device.
+
+    Attributes:
+        heads: what `knows_heads` found for the module.
+        became: of each dense parameter that was converted, over which group's mesh, and into what: for the other
+            modules that it is tied to, whose conversions share this.
+    """
 
     group: TPGroup
-    heads: object = None  # what `knows_heads` found for the module
+    heads: object
+    became: MutableMapping[Tensor, tuple[DeviceMesh, nn.Parameter]]
 
     @property
     def device(self) -> torch.device:
-        kind = self.group.mesh.device_type
-        return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
+        return device_of(self.group)
+
+
+def device_of(group: TPGroup) -> torch.device:
+    """That of this rank, of the kind of the group's mesh."""
+    kind = group.mesh.device_type
+    return torch.device("cpu") if kind == "cpu" else torch.device(kind, torch.accelerator.current_device_index())
 
 
 def colwise(module: nn.Module, to: Conversion, *, gather_output: bool = False, parts: int = 1) -> None:
@@ -96,12 +113,14 @@ def replicate(module: nn.Module, to: Conversion, *, sum_gradients: bool = False)
     for name, param in module._parameters.items():
         if param is None or isinstance(param, DTensor):
             continue
-        if _became(param, to) is None:
+        new = _became(param, to)
+        if new is None:
             data = param.detach()
             data = data if data.is_meta else data.to(to.device).contiguous()
             data = DTensor.from_local(data, to.group.mesh, [Replicate()], run_check=False)
-            param.tp_became = nn.Parameter(data, requires_grad=param.requires_grad)
-        module._parameters[name] = param.tp_became
+            new = nn.Parameter(data, requires_grad=param.requires_grad)
+            to.became[param] = to.group.mesh, new
+        module._parameters[name] = new
     own = [param for param in module._parameters.values() if param is not None]
     done = isinstance(module, ParallelModule | WholeParameters)
     if own and not done and all(param.placements[0].is_replicate() for param in own):
@@ -136,7 +155,7 @@ def check_convertible(name: str, module: nn.Module, style: str, to: Conversion) 
     """
     if style in ("attention", "colwise_kv", "fused_qkv"):
         heads, kv_heads = head_counts(module, to.heads)
-        check_heads(name, heads, kv_heads, to.group.size)
+        check_heads_split(name, heads, kv_heads, to.group.size)
         if style == "colwise_kv" and kv_heads < to.group.size:
             check_reshapable(to.group.mesh, kv_heads)
         if style == "fused_qkv" and heads != kv_heads:
@@ -219,18 +238,6 @@ def head_counts(module: nn.Module, source: object) -> tuple[int, int]:
     return heads, next((getattr(source, name) for name in _KV_HEADS if getattr(source, name, None)), heads)
 
 
-def check_heads(name: str, heads: int, kv_heads: int, ranks: int) -> None:
-    def fits(n: int) -> bool:
-        return heads % n == 0 and (kv_heads % n == 0 or n % kv_heads == 0)
-
-    if not fits(ranks):
-        choices = ", ".join(str(n) for n in range(1, heads + 1) if fits(n))
-        raise ValueError(
-            f"{name}: {heads} attention heads and {kv_heads} key-value heads cannot be split over {ranks} "
-            f"tensor-parallel ranks; they can over {choices}"
-        )
-
-
 def _is_conv1d(module: nn.Module) -> bool:
     return type(module).__name__ == "Conv1D" and type(module).__module__.startswith("transformers.")
 
@@ -272,7 +279,7 @@ def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
         if not param.is_meta:
             layer._parameters[name] = empty_on(made, to.device)
             layer.fill_parameter(name, _as_matrix(module) if name == "weight" else param.detach())
-        param.tp_became = layer._parameters[name].requires_grad_(param.requires_grad)
+        to.became[param] = to.group.mesh, layer._parameters[name].requires_grad_(param.requires_grad)
     module.__class__ = type(layer)
     # Hooks stay the module's, and whatever else a library has noted on it.
     vars(module).update({key: value for key, value in vars(layer).items() if "hook" not in key and key != "training"})
@@ -280,5 +287,6 @@ def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
 
 def _became(param: nn.Parameter, to: Conversion) -> nn.Parameter | None:
     """What a dense parameter was turned into before, for another module that it is tied to."""
-    new = getattr(param, "tp_became", None)
-    return None if new is None or new.device_mesh != to.group.mesh else new
+    # The group's mesh, not the parameter's own: keys and values of few heads lie on one of another shape.
+    mesh, new = to.became.get(param, (None, None))
+    return new if mesh == to.group.mesh else None

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpfused.agreement import by_rank
 from tpfused.group import TPGroup, resolve_group
@@ -35,6 +36,11 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     parameters stay tied. Dropout between a column- and a row-parallel layer is drawn by each rank for itself, and by
     all alike elsewhere: seed the ranks alike. A transformers model's ``output_attentions=True`` gives the attentions of
     this rank's heads, and its `save_pretrained` raises.
+
+    Modules stay the same objects, with their hooks, training or eval mode, and attributes of others. Not kept are:
+    gradients, and hooks and attributes of parameters, for all of these are new; of a `ParallelTransformer`, what its
+    constructor sets and was set otherwise later and, of fewer key-value heads than ranks, ``attention.qkv``, which
+    becomes ``q``, ``k`` and ``v``.
 
     Args:
         model: from transformers (Llama, Mistral, Qwen2, Qwen3, GPT-2, BERT), or a `ParallelTransformer` of one process,
@@ -75,24 +81,26 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     Raises:
         ValueError: a mesh that is not one-dimensional, an architecture that "auto" does not know (the error lists what
             it cannot place, and shows a plan), a pattern that matches nothing, an unknown style, head counts that do
-            not divide, a model that is parallel already or otherwise built of this package's layers; models, weights
-            or styles that differ between ranks. The model is unchanged then.
+            not divide, a model that is parallel already or otherwise built of this package's layers, a subclass of
+            `ParallelTransformer`, or one that was changed or is partly on the meta device; models, weights or styles
+            that differ between ranks. The model is unchanged then.
         TypeError: no mesh, no module, or a plan that is neither "auto" nor a mapping.
 
         All but what concerns the mesh on every rank, where it concerns one.
     """
     group = resolve_group(mesh=_checked(mesh))
+    device = convert.device_of(group)
     params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
     if isinstance(model, ParallelTransformer) and model.group.process_group is None and plan == "auto":
         check_same(params, group, partial(own.check, model, group.size))
-        device = convert.Conversion(group).device
         drops_whole = model.training and model.config.dropout > 0 and not model.config.sequence_parallel
         _compare_random_states(drops_whole, group, device)
         own.split(model, mesh, device)
         return model
-    styles = check_same(params, group, partial(_check, model, plan, group))
-    _compare_random_states(region.drops_whole(model, styles), group, convert.Conversion(group).device)
-    modules, to = _conversions(model, group)
+    modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
+    to = _conversions(modules, group)
+    styles = check_same(params, group, partial(_check, model, plan, modules, to))
+    _compare_random_states(region.drops_whole(model, styles), group, device)
 
     # What a module counts may be its projections' to read: it comes after them.
     for name in sorted(styles, key=lambda name: styles[name] == "attention"):
@@ -101,7 +109,7 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
         convert.replicate(module, to[name])
         for key, buffer in module._buffers.items():
             if buffer is not None and not buffer.is_meta:
-                module._buffers[key] = buffer.to(to[name].device)
+                module._buffers[key] = buffer.to(device)
         if hasattr(module, "save_pretrained"):
             module.save_pretrained = _no_save_pretrained
     for name, style in styles.items():
@@ -127,11 +135,15 @@ def _compare_random_states(drops_whole: bool, group: TPGroup, device: torch.devi
         )
 
 
-def _check(model: nn.Module, plan: str | Mapping[str, str], group: TPGroup) -> dict[str, str]:
+def _check(
+    model: nn.Module,
+    plan: str | Mapping[str, str],
+    modules: Mapping[str, nn.Module],
+    to: Mapping[str, convert.Conversion],
+) -> dict[str, str]:
     """The style of each module that has one, of what can be parallelized. This rank's own affair: no collective."""
     _check_model(model)
     styles = match(model, resolve_plan(model, plan))
-    modules, to = _conversions(model, group)
     for name, style in styles.items():
         convert.check_convertible(name or "the model", modules[name], style, to[name])
     _check_heads(model, styles)
@@ -139,10 +151,11 @@ def _check(model: nn.Module, plan: str | Mapping[str, str], group: TPGroup) -> d
     return styles
 
 
-def _conversions(model: nn.Module, group: TPGroup) -> tuple[dict[str, nn.Module], dict[str, convert.Conversion]]:
-    """All modules by name, and where each goes."""
-    modules = dict(model.named_modules())
-    return modules, {name: convert.Conversion(group, convert.knows_heads(*_upwards(modules, name))) for name in modules}
+def _conversions(modules: Mapping[str, nn.Module], group: TPGroup) -> dict[str, convert.Conversion]:
+    """Where each of a model's modules goes."""
+    # Ties are within the model: a parameter that another one shares must not turn into that one's.
+    became = WeakTensorKeyDictionary()
+    return {name: convert.Conversion(group, convert.knows_heads(*_upwards(modules, name)), became) for name in modules}
 
 
 def _no_save_pretrained(*args, **kwargs) -> None:
@@ -158,7 +171,7 @@ def _checked(mesh: object) -> DeviceMesh:
     return mesh
 
 
-def _upwards(modules: dict[str, nn.Module], name: str) -> list[nn.Module]:
+def _upwards(modules: Mapping[str, nn.Module], name: str) -> list[nn.Module]:
     """The module, what it is a part of, and so on."""
     found = [modules[name]]
     while name:
@@ -211,7 +224,7 @@ def _check_heads(model: nn.Module, styles: dict[str, str]) -> None:
         )
 
 
-def _check_ties(modules: dict[str, nn.Module], styles: dict[str, str]) -> None:
+def _check_ties(modules: Mapping[str, nn.Module], styles: dict[str, str]) -> None:
     """A parameter of several modules must be split in one way by all that compute with it."""
     names = convert.torn(modules, styles)
     if names:

@@ -87,8 +87,8 @@ def auto_plan(model: nn.Module) -> dict[str, str]:
     missed: dict[str, set[str]] = {}  # pattern -> the classes that stand there
     for name, module in model.named_modules():
         matrices = [param for param in module.parameters(recurse=False) if param.ndim > 1]
-        if name not in placed and matrices and (not plan or re.search(r"(^|\.)\d+(\.|$)", name)):
-            missed.setdefault(re.sub(r"(?<![^.])\d+(?![^.])", "*", name), set()).add(type(module).__name__)
+        if name not in placed and matrices and (not plan or pattern_of(name) != name):
+            missed.setdefault(pattern_of(name), set()).add(type(module).__name__)
     if missed:
         raise ValueError(_unplaced(model, model_type, plan, missed))
     return plan
@@ -149,6 +149,11 @@ def match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
 def matches(name: str, pattern: str) -> bool:
     """A pattern (``*`` stands for anything) matches a module's whole name, or the end of it after a dot."""
     return fnmatchcase(f".{name}", f"*.{pattern}") or name == pattern
+
+
+def pattern_of(name: str) -> str:
+    """What a module and those in the same place of other layers match: ``h.3.mlp`` -> ``h.*.mlp``."""
+    return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
 def _unplaced(

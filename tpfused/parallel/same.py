@@ -28,15 +28,16 @@ class _Said(NamedTuple):
     bits: Sequence[int | None] = ()  # of each parameter; None on the meta device
 
 
-def check_alike(describe: Callable[[], list[str]], group: dist.ProcessGroup) -> None:
-    """What `describe` says of a model's tensors is the same on every rank of the group. One exchange over it.
+def check_alike(describe: Callable[[], list[str]], group: dist.ProcessGroup, call: str) -> None:
+    """What `describe` says of a model's tensors is the same on every rank of the group. One exchange over it, which all
+    ranks make in the `call` of that name.
 
     Raises:
         ValueError: on every rank, where two ranks differ; names the first difference.
         Exception: on every rank, where `describe` raises on one.
     """
     params, failure = attempt(describe)
-    _exchange(_Said(told(failure), params), failure, group, "save_sharded")
+    _exchange(_Said(told(failure), params), failure, group, call)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from functools import partial
 from types import SimpleNamespace
 
@@ -11,11 +10,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Placement, Replicate, Shard
 from torch.distributed.tensor.parallel import ParallelStyle
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpfused.group import TPGroup, resolve_group
 from tpfused.parallel import convert
-from tpfused.parallel.plan import match, resolve_plan
+from tpfused.parallel.plan import match, pattern_of, resolve_plan
 from tpfused.parallel.same import check_same
+from tpfused.parameter import ParallelModule
 from tpfused.placement import is_dtensor
 
 
@@ -60,7 +61,7 @@ class Style(ParallelStyle):
         alone = TPGroup(None, 0, 1) if self.src_data_rank is None else to.group
         check_same(own, alone, lambda: _check(self.name, module, to))
         if self.name in _INPUTS:
-            module.register_forward_pre_hook(partial(_local_inputs, _INPUTS[self.name]))
+            module.register_forward_pre_hook(partial(_local_inputs, _INPUTS[self.name]), with_kwargs=True)
         return _convert(self.name, module, to)
 
 
@@ -119,7 +120,7 @@ def tp_plan(model: nn.Module, plan: str | dict[str, str] = "auto") -> dict[str, 
             )
     for style in set(styles.values()):
         ALL_PARALLEL_STYLES.register(f"tpfused_{style}", Registered(style))
-    return {re.sub(r"(?<![^.])\d+(?![^.])", "*", name): f"tpfused_{style}" for name, style in styles.items()}
+    return {pattern_of(name): f"tpfused_{style}" for name, style in styles.items()}
 
 
 # How a style's layer takes its input; the others are given what they are given.
@@ -127,14 +128,27 @@ _INPUTS = {style: Replicate() for style in (*convert.LEAVE_SHARDED, "colwise_gat
 _INPUTS["rowwise"] = Shard(-1)
 
 
-def _local_inputs(placement: Placement, module: nn.Module, args: tuple) -> tuple:
+def _local_inputs(placement: Placement, module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """DTensors, which torch's own styles may leave (`PrepareModuleInput`, `SequenceParallel`), as this rank's part."""
-    laid_out = [arg.redistribute(placements=[placement]) if is_dtensor(arg) else arg for arg in args]
-    return tuple(arg.to_local(grad_placements=arg.placements) if is_dtensor(arg) else arg for arg in laid_out)
+
+    def own(value: object) -> object:
+        if not is_dtensor(value):
+            return value
+        laid_out = value.redistribute(placements=[placement])
+        return laid_out.to_local(grad_placements=laid_out.placements)
+
+    args, kwargs = tuple(own(arg) for arg in args), {name: own(value) for name, value in kwargs.items()}
+    if isinstance(module, ParallelModule) and "input" in kwargs:  # as nn.Linear and nn.Embedding call it, and we do not
+        args = (kwargs.pop("input"), *args)
+    return args, kwargs
+
+
+# Of all that was given a style: torch and transformers convert a model's modules one by one.
+_BECAME = WeakTensorKeyDictionary()
 
 
 def _conversion(module: nn.Module, mesh: DeviceMesh, heads: object) -> convert.Conversion:
-    return convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads))
+    return convert.Conversion(resolve_group(mesh=mesh), convert.knows_heads(module, heads), _BECAME)
 
 
 def _check(style: str, module: nn.Module, to: convert.Conversion) -> dict[str, str]:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from tpfused.bench.comm.cases import SIZES, Case
+from tpfused.bench.comm.cases import SIZES, Case, split_groups
 from tpfused.bench.comm.job import fits_of, rates_of
 from tpfused.bench.comm.rates import pass_rates
 from tpfused.bench.console import make_console
@@ -20,7 +20,7 @@ from tpfused.planning import worker
 from tpfused.planning.block import Setting, block
 from tpfused.planning.communication import Fit
 from tpfused.planning.layouts import Step
-from tpfused.planning.options import USED, check_small, step_of
+from tpfused.planning.options import USED_BY_LAYERS, check_small, step_of
 from tpfused.planning.rates import Rates
 from tpfused.planning.report import checked_row, is_off, show_checked, tell_rates
 from tpfused.planning.shape import Shape
@@ -49,7 +49,7 @@ def check(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
     layers = options["layers"] or 1
     if device == "cpu":
         check_small(shape, step, layers)
-    argument = _argument(options, shape, step, degrees, layers) | {"device": device}
+    argument = _argument(options, shape, step, world, degrees, layers) | {"device": device}
     console = make_console()
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     degrees_told = ", ".join(map(str, degrees))
@@ -101,7 +101,9 @@ def _describe(card: str, world: int) -> dict[str, Any]:
     return known | {"date": measured["date"], "settings": settings()}
 
 
-def _argument(options: Mapping[str, Any], shape: Shape, step: Step, degrees: list[int], layers: int) -> dict[str, Any]:
+def _argument(
+    options: Mapping[str, Any], shape: Shape, step: Step, world: int, degrees: list[int], layers: int
+) -> dict[str, Any]:
     """What the workers are told, but for their device."""
     largest = step.tokens * step.micro_batch * shape.hidden * step.bytes
     sizes = [size for size in SIZES if size < max(16 * largest, 2**16)]  # several, or nothing is fitted
@@ -109,7 +111,8 @@ def _argument(options: Mapping[str, Any], shape: Shape, step: Step, degrees: lis
         "shape": shape,
         "layers": layers,
         "settings": [step.setting(tp) for tp in degrees],
-        "cases": [Case(op, size, True) for op in USED[:3] for size in sizes],
+        "split": split_groups(world, degrees),
+        "cases": [Case(op, size, True) for op in USED_BY_LAYERS for size in sizes],
         "dtype": options["dtype"],
         "rounds": options["rounds"] or ROUNDS,
         "seed": 0,

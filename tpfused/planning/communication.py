@@ -101,18 +101,13 @@ def line(what: str, points: Sequence[tuple[float, float]]) -> tuple[float, float
 
 def _solve(rows: Sequence[tuple[float, float]]) -> tuple[float, float]:
     """Least squares of ``a * u + b * v = 1``, a and b at least 0."""
-    uu, uv, vv = (sum(x * y for x, y in pairs) for pairs in _products(rows))
-    u, v = (sum(column) for column in zip(*rows, strict=True))
+    uu, uv, vv = sum(u * u for u, _ in rows), sum(u * v for u, v in rows), sum(v * v for _, v in rows)
+    u, v = sum(u for u, _ in rows), sum(v for _, v in rows)
     determinant = uu * vv - uv * uv
     a, b = (u * vv - v * uv) / determinant, (v * uu - u * uv) / determinant
     if a < 0:
         return 0.0, v / vv
     return (u / uu, 0.0) if b < 0 else (a, b)
-
-
-def _products(rows: Sequence[tuple[float, float]]) -> Iterable[list[tuple[float, float]]]:
-    us, vs = zip(*rows, strict=True)
-    return [list(zip(*pair, strict=True)) for pair in ((us, us), (us, vs), (vs, vs))]
 
 
 def nearest(fits: Iterable[Fit], op: str, ranks: int, group: str) -> Fit:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from tpfused.bench.comm import worker as comm
-from tpfused.bench.comm.cases import CPU_MOST, QUICK, Case, blocks
+from tpfused.bench.comm.cases import CPU_MOST, QUICK, Case, blocks, split_groups
 from tpfused.bench.comm.job import find_device, fits_of, rates_of
 from tpfused.bench.console import make_console
 from tpfused.bench.options import run_on_ranks
@@ -53,7 +53,7 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
         )
     console = make_console()
     if machine is None:
-        machine = _measured(options, console, device, gpus, found)
+        machine = _measured(options, console, device, gpus, found, {layout.tp for layout in chosen})
         if isinstance(machine, int):
             return machine
     # Where nothing overlaps, the layers are on the plain path.
@@ -106,8 +106,10 @@ def _entry(shape: Shape, step: Step, layout: Layout, machine: Machine, recompute
     return Entry(plan, again, fits, activations)
 
 
-def _measured(options: Mapping[str, Any], console, device: str, gpus: int, found: int) -> Machine | int:
-    """What a short run finds; or its exit code, if it fails."""
+def _measured(
+    options: Mapping[str, Any], console, device: str, gpus: int, found: int, tensor_parallel: set[int]
+) -> Machine | int:
+    """What a short run finds, for layouts of these degrees of tensor parallelism; or its exit code, if it fails."""
     if device == "cuda" and gpus > found:
         raise UserError(f"{counted(gpus)} cannot be measured here, where torch finds {found}: give --from FILE")
     degrees = [degree for degree in range(2, gpus + 1) if gpus % degree == 0]
@@ -115,6 +117,7 @@ def _measured(options: Mapping[str, Any], console, device: str, gpus: int, found
     argument = {
         "cases": [Case(op, size, True) for op in USED for size in sizes] if degrees else [],
         "groups": {f"groups of {degree}": blocks(gpus, degree) for degree in degrees},
+        "split": split_groups(gpus, tensor_parallel),
         "device": device,
         "dtype": options["dtype"],
         "rounds": options["rounds"] or ROUNDS,

@@ -18,7 +18,8 @@ from tpfused.planning.shape import BYTES, PRESETS, SEQUENCE, Shape
 from tpfused.planning.work import JOINED, STRIDED
 
 ELEMENT_BYTES = 8  # that a copy moves while a pass does one element that is not beside the last
-USED = ("all_reduce", "all_gather", "reduce_scatter", "broadcast")  # by the layers, and from stage to stage
+USED_BY_LAYERS = ("all_reduce", "all_gather", "reduce_scatter")
+USED = (*USED_BY_LAYERS, "broadcast")  # and from stage to stage
 SPEEDS = ("tflops", "memory_gbps", "bus_gbps")  # which together do for a file
 # What says of a machine or a layout what --check finds out or does not look at.
 NOT_CHECKED = ("from", *SPEEDS, "attention_tflops", "latency_us", "memory_gib", "dp", "pp")

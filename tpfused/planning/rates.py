@@ -102,11 +102,8 @@ class Rates:
             raise ValueError(f"no rates of a machine: there is no {', '.join(missing)}")
         rates = {name: _number(name, known[name], above=True) for name in NAMES}
         passes = {kind: _number(kind, known["pass_rates"][kind], above=True) for kind in (STRIDED, JOINED)}
-        latencies, calls = (
-            {kind: _number(f"{name}.{kind}", table[kind]) for kind in kinds if kind in table}
-            for name, kinds in (("latency_us", LATENCIES), ("host_us", CALLS))
-            for table in [_table(name, known.get(name, {}))]
-        )
+        latencies = _times("latency_us", known.get("latency_us", {}), LATENCIES)
+        calls = _times("host_us", known.get("host_us", {}), CALLS)
         hidden = None if known.get("hidden") is None else _number("hidden", known["hidden"], most=1)
         fits = tuple(_fit(f"fits[{index}]", each) for index, each in enumerate(known["fits"]))
         return cls(**rates, pass_rates=passes, fits=fits, latency_us=latencies, host_us=calls, hidden=hidden)
@@ -147,10 +144,11 @@ def _fit(place: str, known: Mapping[str, Any]) -> Fit:
     return Fit(**{each.name: known[each.name] for each in fields(Fit) if each.name in known})
 
 
-def _table(name: str, known: object) -> Mapping[str, Any]:
-    if not isinstance(known, Mapping):
-        raise ValueError(f"no rates of a machine: {name} is {known!r}, no table of times")
-    return known
+def _times(name: str, table: object, kinds: Iterable[str]) -> dict[str, float]:
+    """Those of these kinds that the table has."""
+    if not isinstance(table, Mapping):
+        raise ValueError(f"no rates of a machine: {name} is {table!r}, no table of times")
+    return {kind: _number(f"{name}.{kind}", table[kind]) for kind in kinds if kind in table}
 
 
 def _number(name: str, value: object, above: bool = False, most: float = math.inf) -> float:

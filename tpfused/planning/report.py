@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tpfused.planning.layouts import Plan
-from tpfused.planning.rates import ATTENTION, ATTENTION_BACKWARD, MATMUL, Rates
+from tpfused.planning.rates import ATTENTION, ATTENTION_BACKWARD, MATMUL, OTHER, PARALLEL_MATMUL, Rates
 from tpfused.planning.time import Time
 
 GIB = 2**30
@@ -20,6 +20,7 @@ PREDICTIONS = {"by_rates": "by rates", "by_parts": "by parts"}
 CHECKED = ("tp", "measured ms", "IQR", "by rates ms", "error", "by parts ms", "error", "ran")
 PART_NAMES = ("matmul", "attention", "elementwise", "communication", "hidden", "host")
 CHECKED_PARTS = ("tp", "how", "matmul", "attention", "elementwise", "collectives", "hidden", "host")
+CALL_NAMES = {MATMUL: "matmul", PARALLEL_MATMUL: "matmul on several ranks", OTHER: "any other call"}
 WORDS = {"recompute", "", "ran", "how"}
 
 
@@ -66,8 +67,8 @@ def tell_rates(rates: Rates) -> str:
     if rates.hidden is not None:
         told.append(f"{rates.hidden:.0%} hidden of a collective beside a matmul")
     if rates.host_us:
-        told.append("host " + ", ".join(f"{us:,.0f} us ({kind})" for kind, us in rates.host_us.items()))
-    return ", ".join(told).replace("parallel_matmul", "matmul on several ranks").replace("(other)", "(any other call)")
+        told.append("host " + ", ".join(f"{us:,.0f} us ({CALL_NAMES[kind]})" for kind, us in rates.host_us.items()))
+    return ", ".join(told)
 
 
 def show_plans(console, title: str, entries: Sequence[Entry], tokens: int, gpus: int, cpu: bool = False) -> None:

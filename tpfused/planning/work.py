@@ -46,7 +46,8 @@ class Attention:
     @property
     def label(self) -> str:
         shape = f"[{self.batch}, {self.heads}, {self.tokens}, {self.head_dim}]"
-        return f"attention {'backward' if self.backward else 'forward'} {shape}"
+        shared = f", {self.kv_heads} kv heads" if self.kv_heads not in (None, self.heads) else ""
+        return f"attention {'backward' if self.backward else 'forward'} {shape}{shared}"
 
     @property
     def flops(self) -> int:

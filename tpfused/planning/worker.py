@@ -29,16 +29,14 @@ BLOCKS = "blocks"  # no piece of work
 
 
 def check(argument: dict[str, Any], worker: Worker) -> None:
-    """The first rank emits the "rates" of `tpfused bench comm`, with layers split over the largest groups. Then, for
+    """The first rank emits the "rates" of `tpfused bench comm`, of layers that ``argument["split"]`` splits. Then, for
     each of ``argument["settings"]``, which differ in tp, "rows" of the collectives on such groups, as that has them,
     and "checked": microseconds of the blocks, as a program waits for them, and of their parts, taken in turn, the
     blocks' interquartile range, and whether they overlapped their collectives.
     """
     device, dtype = join(argument["device"], worker), DTYPES[argument["dtype"]]
     torch.manual_seed(argument["seed"])
-    largest = max(setting.tp for setting in argument["settings"])
-    split = {"tp": blocks(worker.world, largest)} if largest > 1 else {}
-    report_rates(argument | {"groups": split}, worker, device, dtype)
+    report_rates(argument, worker, device, dtype)
     for setting in argument["settings"]:
         torch.manual_seed(argument["seed"])  # the same on all ranks, which hold shards of one weight
         groups = blocks(worker.world, setting.tp)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from tpfused.cli.errors import UserError
@@ -52,6 +53,15 @@ class Grid:
 def blocks(world: int, ranks: int) -> list[list[int]]:
     """Groups of so many ranks side by side."""
     return [list(range(first, first + ranks)) for first in range(0, world, ranks)]
+
+
+def split_groups(world: int, degrees: Iterable[int]) -> list[list[int]] | None:
+    """The groups that split the layers whose rates are measured, where these degrees of tensor parallelism are asked
+    about: of the largest one, or all ranks where none splits anything; None for one rank alone.
+    """
+    largest = max(degrees)
+    ranks = world if largest == 1 else largest
+    return blocks(world, ranks) if ranks > 1 else None
 
 
 def cases(op: str, sizes: list[int]) -> list[Case]:

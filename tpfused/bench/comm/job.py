@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from tpfused.bench.comm.cases import CPU_MOST, SIZES, Case, Grid, cases, grid, parse_sizes, told
+from tpfused.bench.comm.cases import CPU_MOST, SIZES, Case, Grid, cases, grid, parse_sizes, split_groups, told
 from tpfused.bench.comm.worker import run
 from tpfused.bench.console import make_console
 from tpfused.bench.options import (
@@ -58,6 +58,7 @@ def execute(options: Mapping[str, Any]) -> int:
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
     argument = {"cases": chosen, "device": device, "dtype": options["dtype"], "rounds": rounds, "seed": seed}
     argument["groups"] = ranks.groups()
+    argument["split"] = split_groups(world, [ranks.tp])
     if worker is not None and worker.rank != 0:
         run(argument, worker)
         return 0

@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 def run(argument: dict[str, Any], worker: Worker) -> None:
     """Measure ``argument["cases"]`` on ``argument["groups"]``; the first rank emits the "rows" of each collective, and
-    the machine's other "rates" at the end.
+    the machine's other "rates" at the end, of layers that the groups ``argument["split"]`` split.
     """
     device = join(argument["device"], worker)
     dtype = DTYPES[argument["dtype"]]
@@ -38,10 +38,10 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
 
 
 def report_rates(argument: dict[str, Any], worker: Worker, device: torch.device, dtype: torch.dtype) -> None:
-    """The first rank emits the "rates", of layers split over the first kind of group (of "tp" and "dp": tp)."""
+    """The first rank emits the "rates", of layers that the groups ``argument["split"]`` split, or none do."""
     if worker.rank == 0:
         worker.emit("start", "rates")
-    groups = next(iter(argument["groups"].values()), None)
+    groups = argument["split"]
     group = None if groups is None else dist.new_subgroups_by_enumeration(groups)[0]
     rates = measure_rates(device, dtype, argument["rounds"], group)
     if worker.rank == 0:
