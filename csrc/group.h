@@ -219,6 +219,7 @@ class Group {
   uint32_t* replayed_ = nullptr;                   // its counts on the GPU
   std::vector<std::deque<uint32_t>> awaited_;      // of each slot and peer, the counts that were waited for, in order
   std::mutex awaited_mutex_;
+  std::atomic<bool> released_{false};
   std::mutex failure_mutex_;
   std::string failure_;
   std::vector<cudaEvent_t> marks_;

@@ -40,7 +40,7 @@ def check_missing_rank(ctx, name, what, replayed):
     torch.manual_seed(0)
     *sizes, missing = CASES[what]
     group, case, last = dist.new_group(), Case(ctx, *sizes), ctx.world - 1
-    told = f"{sizes[0]} on rank {ctx.rank} of {ctx.world} has not ended after 1 s"
+    told = f"{sizes[0]} on rank {ctx.rank} of {ctx.world} has not ended after \\d s"
     if name == "p2p":
         told += "; " + (ROWS if replayed and missing == BLOCK else missing).format(last)
     with tier(name):
