@@ -32,6 +32,14 @@ def test_the_memory_model_has_the_published_size():
     assert MEMORY_TP4 / MEMORY_DENSE <= 0.35
 
 
+def test_the_memory_preset_splits_tokens_unless_told_otherwise():
+    """That is what its peak memory is promised for."""
+    options = dict.fromkeys(make_run().as_dict(), None) | {"device": "cpu"}
+    assert resolve(options | {"preset": "memory"}, None).sequence_parallel
+    assert not resolve(options | {"preset": "memory", "sequence_parallel": False}, None).sequence_parallel
+    assert not resolve(options | {"preset": "quick"}, None).sequence_parallel
+
+
 def test_the_memory_task_is_the_published_one():
     run = make_run(preset="memory", seq_len=None, batch_size=None, steps=None, lr=None)
     assert (run.batch_size, run.seq_len, run.steps, run.lr, run.optimizer) == (16, 32, 500, 3e-4, "adam")

@@ -73,7 +73,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     where.add_argument(
         "--sequence-parallel",
         action=argparse.BooleanOptionalAction,
-        help="split the tokens, too, between the tensor-parallel regions",
+        help="split the tokens, too, between the tensor-parallel regions (default: with the memory preset)",
     )
     where.add_argument(
         "--checkpoint-activations",

@@ -63,7 +63,7 @@ def resolve(
         seed=0,
         sample=240,
         text=None,
-        sequence_parallel=False,
+        sequence_parallel=preset.sequence_parallel,
         checkpoint_activations=False,
     )
     chosen = {

@@ -21,6 +21,7 @@ class Preset:
     lr: Mapping[str, float]
     warmup: int = 0
     epoch: int | None = field(default=None, kw_only=True)  # steps whose mean loss is reported
+    sequence_parallel: bool = field(default=False, kw_only=True)  # where the command does not say
 
 
 PRESETS = {
@@ -86,6 +87,7 @@ PRESETS = {
         seq_len=32,
         lr={"adam": 3e-4, "sgd": 0.1},
         epoch=100,
+        sequence_parallel=True,  # what it is there to show is memory
     ),
 }
 
