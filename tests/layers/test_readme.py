@@ -44,7 +44,7 @@ def check_split(ctx, folder):
 
 
 def check_generate(ctx):
-    smaller = ("hidden_size=768, num_layers=12", "hidden_size=48, num_layers=1")
+    smaller = ("hidden_size=256, num_layers=4, num_heads=4", "hidden_size=48, num_layers=1, num_heads=12")
     names = run("KVCache", smaller, ("max_new_tokens=64", "max_new_tokens=4"), ("(ids, 64", "(ids, 4"))
     model, ids = names["model"], names["ids"]
     assert torch.equal(names["next_ids"], model.generate(ids, 1)[:, -1:])
