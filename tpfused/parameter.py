@@ -216,7 +216,8 @@ def fill_in_place(whole: Tensor, init_method: Callable[[Tensor], object]) -> Non
     """Fill a whole weight by the user's function.
 
     Raises:
-        ValueError: it returned a new tensor, as a function does that leaves the given one as it was, uninitialised.
+        ValueError: it returned something else than that tensor or None: a new one, say, as a function does that leaves
+            the given one as it was, uninitialised.
     """
     returned = init_method(whole)
     # torch.nn.init's return the given tensor itself, and a view of it is well too: lambda weight: weight.t().normal_()
@@ -225,6 +226,11 @@ def fill_in_place(whole: Tensor, init_method: Callable[[Tensor], object]) -> Non
             f"init_method must fill the tensor that it is given in place, and return that or None: "
             f"{_name_of(init_method)} returned a new tensor of shape {tuple(returned.shape)}, given one of "
             f"{tuple(whole.shape)}"
+        )
+    if returned is not None and not isinstance(returned, Tensor):
+        raise ValueError(
+            f"init_method must fill the tensor that it is given in place, and return that or None: "
+            f"{_name_of(init_method)} returned {type(returned).__name__}"
         )
 
 

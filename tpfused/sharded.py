@@ -25,6 +25,7 @@ from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local, shard_info, whole_shape
 from tpfused.sharded_files import INDEX, SINGLE, Writer, indexed
 
+_COMPUTED = (r"rotary_emb\.inv_freq$", r"attn\.masked_bias$")  # that older checkpoints hold, and models now compute
 _LOAD = "load_sharded"  # what its ranks tell each other that they are in
 _COMPARED = 256  # entries of each tensor: one page of the file or two
 
@@ -212,6 +213,11 @@ def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[st
     _check_safetensors("save_sharded")
     _check_path(path)
     check_size(max_file_bytes, "max_file_bytes")
+    if hasattr(model, "peft_config"):
+        raise ValueError(
+            "save_sharded writes what plain transformers loads, which a model with peft's adapters is not: "
+            "full_state_dict gives all of its tensors by peft's names"
+        )
     entries = list(model_entries(model))
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     if on_meta:
@@ -292,7 +298,7 @@ def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[s
     for entry in model_entries(model, tied_again=True):
         own |= zip(entry.names, first.setdefault(id(entry.tensor), entry.names), strict=True)
     prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    ignored = [*_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         known = next((known for known in (name, prefix + name, name.removeprefix(prefix)) if known in own), None)

@@ -119,6 +119,7 @@ def check_refused_by_one(ctx, tp):
             (ValueError, "triton", {"backend": "triton"}),
             (ValueError, -0.5, {"z_loss": -0.5}),
             (ValueError, "leaf", {"overwrite_logits": True}),
+            (TypeError, "overwrite_logits must be True or False", {"overwrite_logits": "no"}),
         ):
             whose = () if block.rank == tp - 1 else (f"rank {last} raised {error.__name__}",)
             with refuses(error, told, *whose):

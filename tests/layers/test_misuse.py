@@ -302,6 +302,9 @@ def test_init_methods_that_cannot_fill_a_weight_are_refused(layer):
     for init_method in (torch.zeros_like, lambda weight: weight + 1, lambda weight: weight.clone().normal_()):
         with refuses(ValueError, "init_method", "in place", "new tensor of shape"):
             LAYERS[layer](init_method=init_method, **alone)
+    for init_method, told in ((lambda weight: (weight * 0,), "tuple"), (lambda weight: weight.numpy() * 0, "ndarray")):
+        with refuses(ValueError, "init_method", "in place", f"returned {told}"):
+            LAYERS[layer](init_method=init_method, **alone)
     for init_method in (
         nn.init.ones_,
         partial(nn.init.constant_, val=1.0),

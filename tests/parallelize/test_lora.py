@@ -96,6 +96,9 @@ def check_refused(ctx, seed):
     ):
         with refuses(ValueError, told, "LoRA layer of peft"):
             tpfused.parallelize(adapted(ctx, ctx.world, seed, "llama", **changes), mesh)
+    model = tpfused.parallelize(adapted(ctx, ctx.world, seed, "llama"), mesh)
+    with refuses(ValueError, "peft's adapters", "full_state_dict"):
+        tpfused.save_sharded(model, "nowhere")
 
 
 def test_what_is_refused_of_lora(workers, seed):

@@ -259,7 +259,8 @@ def test_names_as_published_checkpoints_have_them(workers, folder):
     expected = workers.run(check_names, folder / "gpt2", "gpt2")[0]
     state = {key.removeprefix("transformer."): value for key, value in stored(folder / "gpt2").items()}
     published = folder / "published.safetensors"
-    save_file(state | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, published)
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "h.0.attn.masked_bias": torch.tensor(-1e4)}
+    save_file(state | masks, published)
     assert workers.run(check_names, published, "gpt2")[0] == expected
     save_file(state | {"lm_head.weight": state["wte.weight"].clone()}, published)
     assert workers.run(check_names, published, "gpt2")[0] == expected
