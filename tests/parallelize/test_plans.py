@@ -7,6 +7,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import tpfused
 from tests.compare import assert_close, refuses
@@ -24,6 +26,7 @@ from tests.parallelize.own_models import (
 from tpfused.group import TPGroup
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear
+from tpfused.parallel.styles import Style
 from tpfused.parameter import ParallelModule
 
 ALONE = TPGroup(None, 0, 1)
@@ -182,6 +185,17 @@ def check_refusals(ctx, seed):
         split(Model(), "automatic")
     with refuses(ValueError, "colwize", "colwise_gather"):
         split(Model(), {"extra": "colwize"})
+    # Torch's own styles, and `Style`, are for its parallelize_module.
+    for style, name in (
+        (ColwiseParallel(), "colwise"),
+        (ColwiseParallel(output_layouts=Replicate()), "colwise_gather"),
+        (RowwiseParallel(), "rowwise"),
+        (Style("vocab_embedding"), "vocab_embedding"),
+    ):
+        with refuses(ValueError, f"'extra' has a {type(style).__name__}", f"write {name!r}", f"Style({name!r})"):
+            split(Model(), {"extra": style})
+    with refuses(ValueError, "unknown styles", "SequenceParallel", "replicate"):
+        split(Model(), {"extra": SequenceParallel()})
     with refuses(ValueError, "layers.*.gateup", "gate_up", "Model"):
         split(Model(), {**PLAN, "layers.*.gateup": "colwise"})
     with refuses(ValueError, "layers.1.out", "rowwise", "colwise"):
