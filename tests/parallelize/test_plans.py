@@ -208,6 +208,9 @@ def check_refusals(ctx, seed):
         split(Model(), {key: PLAN[key] for key in ("embed",)})
     with refuses(ValueError, "0", "mesh=", "ParallelTransformer"):
         split(nn.Sequential(tpfused.ColumnParallelLinear(8, 8, group=ctx.group(4))), {})
+    twice = split(nn.Sequential(nn.Linear(8, 8)).to(ctx.device), {"0": "colwise_gather"})
+    with refuses(ValueError, "0 is a parallel layer", "already: parallelize a model once"):
+        split(twice, {"0": "colwise_gather"})
     config = tpfused.TransformerConfig(37, 6, 1, 6, 16, 16)
     with refuses(ValueError, "6 attention heads and 6 key-value heads", "over 4 tensor-parallel", "over 1, 2, 3, 6"):
         split(tpfused.ParallelTransformer(config, group=ALONE))
