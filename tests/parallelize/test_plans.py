@@ -1,6 +1,7 @@
 """Plans for models of one's own, dropout, and everything that is refused."""
 
 import copy
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
@@ -143,6 +144,22 @@ class Dropouts(nn.Module):
     def forward(self, x):
         self.part = self.inside(torch.ones_like(self.up(x)))
         return self.outside(torch.ones_like(self.down(self.part)))
+
+
+def check_half_a_pair(ctx):
+    """A "colwise" layer before one that has no style: what the other gets is this rank's part."""
+    for features in (16, 10):  # of 10, the ranks have 3, 3, 3 and 1
+        layers = OrderedDict(up=nn.Linear(8, features), act=nn.ReLU(), down=nn.Linear(features, 8))
+        model = tpfused.parallelize(nn.Sequential(layers).to(ctx.device), ctx.mesh(4), {"up": "colwise"})
+        with pytest.raises(ValueError, match=f"{features} inputs, whole on each rank, got .*'rowwise'"):
+            model(torch.ones(3, 8, device=ctx.device))
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):  # of no rank's part
+            model.down(torch.ones(3, 7, device=ctx.device))
+        assert model.down(torch.ones(3, features, device=ctx.device)).shape == (3, 8)
+
+
+def test_half_a_pair(workers):
+    workers.run(check_half_a_pair)
 
 
 def check_dropout(ctx, tp, seed):
