@@ -19,7 +19,7 @@ class Choice:
     Attributes:
         operation: its name.
         rows, in_features, out_features: of all ranks; `rows` is a power of two, for all shapes that it is nearest to;
-            None: unknown.
+            None: not told, and a rank's own weight has its part only.
         dtype: "bfloat16", "float16", "float32", "tf32" (float32, multiplied as TF32), ...
         ranks: how many the tensor-parallel group has.
         tier: "p2p", "nccl", or "reference": the plain path, torch's collective before or after the whole matmul.
@@ -108,12 +108,14 @@ class Explanation(tuple[Choice, ...]):
     def _choices(self) -> str:
         timed = [name for name in ("p2p", "nccl", "reference") if any(name in choice.us for choice in self)]
         times = [f"{name} us" for name in timed]
-        table = [("operation", "rows", "in", "out", "dtype", "ranks", *times, "runs by", "why")]
+        table = [("operation", "rows (rounded)", "in", "out", "dtype", "ranks", *times, "runs by", "why")]
         for choice in self:
             shape = [size_text(size, ",") for size in (choice.rows, choice.in_features, choice.out_features)]
             times = [f"{choice.us[name]:,.1f}" if name in choice.us else "" for name in timed]
             table.append((choice.operation, *shape, choice.dtype, str(choice.ranks), *times, choice.tier, choice.why))
-        return _table(table, right={1, 2, 3, *range(5, 6 + len(timed))})
+        unknown = any(None in (choice.in_features, choice.out_features) for choice in self)
+        note = "\n?: all ranks' features, which in_features= or out_features= would tell" if unknown else ""
+        return _table(table, right={1, 2, 3, *range(5, 6 + len(timed))}) + note
 
 
 def size_text(size: int | None, form: str = "") -> str:

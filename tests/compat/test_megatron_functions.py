@@ -1,5 +1,9 @@
 """The functions of tpfused.compat.megatron: cross entropy and the mappings, with their gradients."""
 
+import subprocess
+import sys
+from types import ModuleType
+
 import pytest
 import torch
 
@@ -106,5 +110,49 @@ def test_the_default_group_where_nothing_else_is_said(workers):
 
 
 def test_unknown_names_are_errors():
-    with pytest.raises(AttributeError, match="no_such_name"):
+    with pytest.raises(AttributeError, match="tpfused.compat.megatron.* 'no_such_name'"):
         _ = megatron.no_such_name
+    assert not hasattr(megatron, "__no_such_name__")
+
+
+def test_submodules_need_no_import_of_their_own():
+    code = (
+        "from tpfused.compat import megatron\n"
+        "names = 'cross_entropy', 'data', 'layers', 'mappings', 'random', 'utils'\n"
+        "print(*(getattr(megatron, name).__name__ for name in names))"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert printed.count("tpfused.compat.megatron.") == 6
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """-> a function that puts modules of megatron-core, by their names, where imports find them."""
+
+    def install(*names):
+        for name in [name for name in sys.modules if name.split(".")[0] == "megatron"]:
+            monkeypatch.delitem(sys.modules, name)
+        monkeypatch.setitem(sys.modules, "megatron", None)  # as if it could not be found
+        for name in names:
+            module = ModuleType(name)
+            module.__path__ = []
+            monkeypatch.setitem(sys.modules, name, module)
+
+    return install
+
+
+def test_names_that_are_not_here_say_what_is_missing(installed):
+    installed()
+    with pytest.raises(AttributeError, match="megatron.random has no 'no_such_name'.*pip install megatron-core"):
+        _ = megatron.random.no_such_name
+    installed("megatron")  # a namespace that other packages share
+    with pytest.raises(AttributeError, match="pip install megatron-core"):
+        _ = megatron.no_such_name
+    installed("megatron", "megatron.core")
+    with pytest.raises(AttributeError, match="cannot be imported: .*megatron.core.tensor_parallel"):
+        _ = megatron.no_such_name
+    installed("megatron", "megatron.core", "megatron.core.tensor_parallel")
+    with pytest.raises(AttributeError, match="the installed megatron.core.tensor_parallel has 'no_such_name'"):
+        _ = megatron.no_such_name
+    sys.modules["megatron.core.tensor_parallel"].a_name = 3
+    assert megatron.a_name == 3

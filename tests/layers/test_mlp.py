@@ -117,7 +117,7 @@ def check_refusals(ctx, tp, mode):
         ParallelGatedMLP(8, 16, None, **place)
     if tp > 1:
         ffn = tp + 1
-        with refuses(ValueError, ffn, tp):
+        with refuses(ValueError, ffn, tp, f"divisible by {tp} fits"):
             ParallelGatedMLP(8, ffn, **place)
 
 

@@ -316,14 +316,16 @@ def test_buckets():
 def test_explanation():
     assert str(Explanation()) == "no overlapped operation has run in this process"
     us = {"p2p": 1234.5, "nccl": 90.0, "reference": 2000.0}
-    row = Choice("all_gather_matmul", 8192, 4096, 14336, "bfloat16", 2, "p2p", "measured", us)
+    row = Choice("matmul", 8192, 4096, 14336, "bfloat16", 2, "p2p", "why", us)
     rows = Explanation([row, replace(row, rows=1, out_features=None, tier="reference", why="forced", us={})])
     assert list(rows)[1].tier == "reference"
     assert str(rows).splitlines() == [
-        "operation           rows     in     out  dtype     ranks   p2p us  nccl us  reference us  runs by    why",
-        "all_gather_matmul  8,192  4,096  14,336  bfloat16      2  1,234.5     90.0       2,000.0  p2p        measured",
-        "all_gather_matmul      1  4,096       ?  bfloat16      2                                  reference  forced",
+        "operation  rows (rounded)     in     out  dtype     ranks   p2p us  nccl us  reference us  runs by    why",
+        "matmul              8,192  4,096  14,336  bfloat16      2  1,234.5     90.0       2,000.0  p2p        why",
+        "matmul                  1  4,096       ?  bfloat16      2                                  reference  forced",
+        "?: all ranks' features, which in_features= or out_features= would tell",
     ]
+    assert "?" not in str(Explanation([row]))
 
 
 def check_listed_once(ctx):

@@ -1,12 +1,15 @@
 """Plans for models of one's own, dropout, and everything that is refused."""
 
 import copy
+from collections import OrderedDict
 from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel
 
 import tpfused
 from tests.compare import assert_close, refuses
@@ -24,6 +27,7 @@ from tests.parallelize.own_models import (
 from tpfused.group import TPGroup
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear
+from tpfused.parallel.styles import Style
 from tpfused.parameter import ParallelModule
 
 ALONE = TPGroup(None, 0, 1)
@@ -142,6 +146,22 @@ class Dropouts(nn.Module):
         return self.outside(torch.ones_like(self.down(self.part)))
 
 
+def check_half_a_pair(ctx):
+    """A "colwise" layer before one that has no style: what the other gets is this rank's part."""
+    for features in (16, 10):  # of 10, the ranks have 3, 3, 3 and 1
+        layers = OrderedDict(up=nn.Linear(8, features), act=nn.ReLU(), down=nn.Linear(features, 8))
+        model = tpfused.parallelize(nn.Sequential(layers).to(ctx.device), ctx.mesh(4), {"up": "colwise"})
+        with pytest.raises(ValueError, match=f"{features} inputs, whole on each rank, got .*'rowwise'"):
+            model(torch.ones(3, 8, device=ctx.device))
+        with pytest.raises(RuntimeError, match="mat1 and mat2"):  # of no rank's part
+            model.down(torch.ones(3, 7, device=ctx.device))
+        assert model.down(torch.ones(3, features, device=ctx.device)).shape == (3, 8)
+
+
+def test_half_a_pair(workers):
+    workers.run(check_half_a_pair)
+
+
 def check_dropout(ctx, tp, seed):
     torch.manual_seed(seed)
     model = nn.Sequential(Dropouts()).to(ctx.device)
@@ -182,6 +202,17 @@ def check_refusals(ctx, seed):
         split(Model(), "automatic")
     with refuses(ValueError, "colwize", "colwise_gather"):
         split(Model(), {"extra": "colwize"})
+    # Torch's own styles, and `Style`, are for its parallelize_module.
+    for style, name in (
+        (ColwiseParallel(), "colwise"),
+        (ColwiseParallel(output_layouts=Replicate()), "colwise_gather"),
+        (RowwiseParallel(), "rowwise"),
+        (Style("vocab_embedding"), "vocab_embedding"),
+    ):
+        with refuses(ValueError, f"'extra' has a {type(style).__name__}", f"write {name!r}", f"Style({name!r})"):
+            split(Model(), {"extra": style})
+    with refuses(ValueError, "unknown styles", "SequenceParallel", "replicate"):
+        split(Model(), {"extra": SequenceParallel()})
     with refuses(ValueError, "layers.*.gateup", "gate_up", "Model"):
         split(Model(), {**PLAN, "layers.*.gateup": "colwise"})
     with refuses(ValueError, "layers.1.out", "rowwise", "colwise"):
@@ -194,6 +225,9 @@ def check_refusals(ctx, seed):
         split(Model(), {key: PLAN[key] for key in ("embed",)})
     with refuses(ValueError, "0", "mesh=", "ParallelTransformer"):
         split(nn.Sequential(tpfused.ColumnParallelLinear(8, 8, group=ctx.group(4))), {})
+    twice = split(nn.Sequential(nn.Linear(8, 8)).to(ctx.device), {"0": "colwise_gather"})
+    with refuses(ValueError, "0 is a parallel layer", "already: parallelize a model once"):
+        split(twice, {"0": "colwise_gather"})
     config = tpfused.TransformerConfig(37, 6, 1, 6, 16, 16)
     with refuses(ValueError, "6 attention heads and 6 key-value heads", "over 4 tensor-parallel", "over 1, 2, 3, 6"):
         split(tpfused.ParallelTransformer(config, group=ALONE))

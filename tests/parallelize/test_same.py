@@ -152,7 +152,7 @@ REFUSED = {
     lambda model: (None, PLAN): (TypeError, "nn.Module, not None"),
     lambda model: (nn.Sequential(tpfused.ColumnParallelLinear(8, 8, group=ALONE)), PLAN): (
         ValueError,
-        "0 is one of this package's parallel layers already",
+        "0 is a parallel layer of tpfused already",
     ),
 }
 

@@ -104,10 +104,10 @@ def test_text_of_the_least_length(tmp_path):
 WRONG = {
     "--preset nosuch": "nosuch",
     "--device tpu": "tpu",
-    "--tp 3": "4",
+    "--tp 3": "--tp must be one of 1, 2, 4 for the quick preset, not 3: ",
     "--tp 0": "0",
     "--dp -1": "-1",
-    "--tp 8": "8",
+    "--tp 8": "--tp must be one of 1, 2, 4 for the quick preset, not 8: ",
     "--batch-size 6 --dp 4": "6",
     "--batch-size 8 --accumulate 3": "3",
     "--accumulate 0": "0",

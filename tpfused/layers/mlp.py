@@ -146,5 +146,6 @@ def check_gates(ffn_size: int, activation: str, ranks: int) -> None:
     if padded_shard_size(2 * ffn_size, ranks) != 2 * padded_shard_size(ffn_size, ranks):
         raise ValueError(
             f"ffn_size {ffn_size} on {ranks} ranks would put a gate and its up on two ranks: "
-            f"{2 * ffn_size} packed rows split into shards of {padded_shard_size(2 * ffn_size, ranks)}"
+            f"{2 * ffn_size} packed rows split into shards of {padded_shard_size(2 * ffn_size, ranks)}; an ffn_size "
+            f"divisible by {ranks} fits"
         )

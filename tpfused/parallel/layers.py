@@ -12,7 +12,7 @@ from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear, colum
 from tpfused.packing import StackedPacking
 from tpfused.parameter import LinearParameters
 from tpfused.placement import is_dtensor, local
-from tpfused.sharding import divide
+from tpfused.sharding import divide, shard_size
 
 
 class StoredLinear(LinearParameters):
@@ -86,6 +86,8 @@ class WholeParameters:
     """
 
     def forward(self, *args, **kwargs):
+        if args and type(self).__bases__[1].forward is nn.Linear.forward:
+            _check_whole(self, args[0])
         whole = {name: param for name, param in self._parameters.items() if is_dtensor(param)}
         parts = {name: local(param) for name, param in whole.items()}
         if self._sum_gradients:
@@ -100,6 +102,16 @@ class WholeParameters:
         # Pickle finds a class by its name, under which the module's own is.
         _, (_, *args), *state = super().__reduce_ex__(max(protocol, 2))
         return _new, (type(self).__bases__[1], *args), *state
+
+
+def _check_whole(linear: nn.Linear, x: Tensor) -> None:
+    """Refuse this rank's part of the features, which torch's own error would not call so."""
+    group, own = linear._tp_group, x.shape[-1]
+    if own != linear.in_features and own == shard_size(linear.in_features, group.size, group.rank):
+        raise ValueError(
+            f"a Linear of {linear.in_features} inputs, whole on each rank, got this rank's {own} of them: in the plan, "
+            f"give it 'rowwise', or 'colwise_gather' to the 'colwise' layer before it"
+        )
 
 
 def compute_with_local(module: nn.Module, group: TPGroup, sum_gradients: bool) -> None:

@@ -189,9 +189,9 @@ def _check_model(model: nn.Module) -> None:
     for name, module in model.named_modules():
         if isinstance(module, ParallelModule):
             raise ValueError(
-                f"{name or type(model).__name__} is one of this package's parallel layers already; what is built of "
-                f"them is split when it is made, by mesh=, and load_full_state_dict or load_sharded loads its weights; "
-                f'but for a ParallelTransformer of one process (no group), with plan="auto"'
+                f"{name or type(model).__name__} is a parallel layer of tpfused already: parallelize a model once. A "
+                f"model of tpfused's own layers is made with mesh= instead; of these, parallelize splits only a whole "
+                f'ParallelTransformer of one process (no group), with plan="auto"'
             )
         if isinstance(module, nn.RNNBase | nn.MultiheadAttention):
             raise ValueError(

@@ -107,10 +107,29 @@ def resolve_plan(model: nn.Module, plan: str | Mapping[str, str]) -> Mapping[str
         raise TypeError(f"plan must be 'auto' or a dict of styles by module patterns, not {plan!r}")
     if odd := [pattern for pattern in plan if not isinstance(pattern, str)]:
         raise TypeError(f"plan's patterns are names of modules, not {odd}")
+    for pattern, style in plan.items():
+        if name := _name_of(style):
+            raise ValueError(
+                f"the plan's styles are names, and {pattern!r} has a {type(style).__name__} object: write {name!r}, or "
+                f"keep parallelize_module and give it tpfused.parallel.styles.Style({name!r})"
+            )
     unknown = [style for style in plan.values() if not isinstance(style, str) or style not in STYLES]
     if unknown:
         raise ValueError(f"unknown styles {unknown}; there are {', '.join(STYLES)}")
     return plan
+
+
+def _name_of(style: object) -> str | None:
+    """What `parallelize` calls a style of torch's `parallelize_module`; None where it has none like it."""
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
+
+    from tpfused.parallel.styles import Style
+
+    if isinstance(style, Style):
+        return style.name
+    if isinstance(style, ColwiseParallel):
+        return "colwise_gather" if all(layout.is_replicate() for layout in style.output_layouts) else "colwise"
+    return "rowwise" if isinstance(style, RowwiseParallel) else None
 
 
 def match(model: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:

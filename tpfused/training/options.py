@@ -173,7 +173,17 @@ def _check(run: RunConfig, worker: Worker | None) -> None:
     limit = PRESETS[run.preset].model["max_positions"]
     if run.seq_len > limit:
         raise UserError(f"--seq-len {run.seq_len} is above the {limit} positions of the {run.preset} preset's model")
+    config = run.transformer_config()
     try:
-        run.transformer_config().check(run.tp)
+        config.check(run.tp)
     except ValueError as error:
-        raise UserError(f"--tp {run.tp}: {error}") from error
+        fitting = ", ".join(str(tp) for tp in range(1, config.num_heads + 1) if _fits(config, tp))
+        raise UserError(f"--tp must be one of {fitting} for the {run.preset} preset, not {run.tp}: {error}") from error
+
+
+def _fits(config, tp: int) -> bool:
+    try:
+        config.check(tp)
+    except ValueError:
+        return False
+    return True

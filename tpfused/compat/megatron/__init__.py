@@ -20,6 +20,9 @@ What differs from Megatron's own:
 - Misuse raises `ValueError` or `TypeError`.
 """
 
+from tpfused.compat.megatron import data as data
+from tpfused.compat.megatron import random as random
+from tpfused.compat.megatron import utils as utils
 from tpfused.compat.megatron.cross_entropy import vocab_parallel_cross_entropy
 from tpfused.compat.megatron.layers import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tpfused.compat.megatron.mappings import (
