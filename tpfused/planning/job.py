@@ -17,7 +17,7 @@ from tpfused.bench.results import write_json
 from tpfused.cli.errors import UserError
 from tpfused.planning.check import check
 from tpfused.planning.communication import Fit
-from tpfused.planning.layouts import Layout, Plan, Step, layouts, predict
+from tpfused.planning.layouts import DEGREES, Layout, Plan, Step, layouts, predict, why_none
 from tpfused.planning.options import USED, Machine, check_options, machine_of, overridden, shape_of, step_of
 from tpfused.planning.rates import Rates
 from tpfused.planning.report import Entry, counted, show_plans, tell_rates
@@ -45,12 +45,10 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
     cpu = device == "cpu" if machine is None else machine.cpu
     chosen = [layout for layout in layouts(shape, step, gpus) if _wanted(layout, options)]
     if not chosen:
-        asked = "".join(f", --{name} {options[name]}" for name in ("tp", "dp", "pp") if options[name])
-        raise UserError(
-            f"no layout of {counted(gpus, cpu)}{asked}: tp must divide {shape.heads} heads, pp be at most "
-            f"{shape.layers} layers, and the batch of {step.batch} be whole micro-batches of {step.micro_batch} on "
-            f"each dp rank"
-        )
+        asked = {name: options[name] for name in DEGREES if options[name]}
+        told = "".join(f", --{name} {degree}" for name, degree in asked.items())
+        why = "; ".join(why_none(shape, step, gpus, asked, "ranks" if cpu else "GPUs"))
+        raise UserError(f"no layout of {counted(gpus, cpu)}{told}: {why}")
     console = make_console()
     if machine is None:
         machine = _measured(options, console, device, gpus, found, {layout.tp for layout in chosen})
@@ -82,7 +80,7 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
 
 
 def _wanted(layout: Layout, options: Mapping[str, Any]) -> bool:
-    return all(options[name] in (None, getattr(layout, name)) for name in ("tp", "dp", "pp"))
+    return all(options[name] in (None, getattr(layout, name)) for name in DEGREES)
 
 
 def _entry(shape: Shape, step: Step, layout: Layout, machine: Machine, recomputed: bool | None) -> Entry:

@@ -6,12 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpfused.planning.layouts import Plan
+from tpfused.planning.layouts import DEGREES, Plan
 from tpfused.planning.rates import ATTENTION, ATTENTION_BACKWARD, MATMUL, OTHER, PARALLEL_MATMUL, Rates
 from tpfused.planning.time import Time
 
 GIB = 2**30
-DEGREES = ("tp", "dp", "pp")
 TIMES = (*DEGREES, "step ms", "tokens/s each", "exposed ms", "bubble", "GiB", "recompute", "")
 # Three tables, for one would be wider than most terminals.
 PARTS = (*DEGREES, "weights", "gradients", "AdamW", "activations", "tp sent", "dp sent", "pp sent")
