@@ -157,7 +157,8 @@ def test_a_plan_from_numbers(tmp_path, capsys):
     assert plan("--model", "llama3-8b", "--gpus", "8", "--batch", "32", "--json", str(path), *NUMBERS) == 0
     out = capsys.readouterr().out
     assert "llama3-8b of 8.03 B parameters on 8 GPUs, 32 sequences of 8192 tokens a step, bf16" in out
-    assert "groups of 4, 8 were not measured" in out and "from the command line" in out
+    assert "priced by --bus-gbps in groups of any size" in out and "from the command line" in out
+    assert "measured" not in out
     found = json.loads(path.read_text())
     rows = found["rows"]
     assert found["meta"]["shape"]["hidden"] == 4096 and found["meta"]["rates"]["matmul_tflops"] == 700
@@ -218,6 +219,27 @@ def test_a_plan_from_a_file(comm_file, capsys):
     assert f"{comm_file}: 2 x Some GPU, bf16 does not tell the latency of kernels, the host's time a call, how" in out
 
 
+def test_links_that_were_not_measured_are_told(comm_file, capsys):
+    """As well as the groups; with numbers of the options nothing is said of what was measured."""
+    options = ["--model", "llama3-70b", "--batch", "64", "--from", comm_file]
+    shared = "communication is priced as if all 64 GPUs shared the links of the 2 that were measured. Unless those were"
+    for gpus, more, is_told in (("64", [], True), ("2", [], False), ("64", ["--bus-gbps", "50"], False)):
+        assert plan(*options, "--gpus", gpus, *more) == 0
+        out = capsys.readouterr().out
+        assert (shared in out) is is_told and ("real steps across hosts are slower" in out) is is_told
+        assert ("groups of 4, 8, 16, 32, 64 were not measured" in out) is is_told
+        assert ("priced by --bus-gbps" in out) is bool(more)
+
+
+@pytest.mark.parametrize("found, told", [(0, "none"), (2, "2")])
+def test_what_is_not_here_is_not_measured(monkeypatch, capsys, found, told):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    assert plan("--model", "llama3-70b", "--gpus", "64") == 2
+    out, err = capsys.readouterr()
+    assert f"64 GPUs cannot be measured here, where torch finds {told}: give --from FILE, written by" in err
+    assert err.endswith("by --tflops, --memory-gbps, --memory-gib and --bus-gbps\n") and not out
+
+
 def test_a_recorded_file_of_before_is_read(capsys):
     """Without latencies, the host's time, and what is hidden: what it has is used."""
     file = Path(__file__).with_name("comm-before-latencies.json")
@@ -267,6 +289,7 @@ def test_a_file_without_what_is_needed(comm_file, capsys):
 @pytest.mark.parametrize(
     "place, value, told",
     [
+        (["gpus"], "two", "meta.gpus must be how many there were, not 'two'"),
         (["memory_bytes"], -1, "meta.memory_bytes must be a number above 0, not -1"),
         (["rates", "matmul_tflops"], float("inf"), "matmul_tflops must be a number above 0, not inf"),
         (["rates", "memory_gbps"], "fast", "memory_gbps must be a number above 0, not 'fast'"),
