@@ -42,7 +42,7 @@ def test_help_teaches(capsys):
     assert end.value.code == 0
     for words in ("examples:", "tpfused bench comm --json", "Exit codes:", "bubble", "--no-overlap", "llama3-70b"):
         assert words in told, words
-    assert "by rates" in told and "by parts" in told
+    assert "by rates" in told and "by parts" in told and "passes are elementwise kernels" in told
     assert " ".join(["tpfused plan --check --cpu", *TINY_OF_HELP]) in " ".join(told.replace("\\", "").split())
 
 
@@ -179,6 +179,24 @@ def test_a_plan_from_numbers(tmp_path, capsys):
     assert len(lines) == 3 * 10 and max(map(len, lines)) < 100
     assert lines[9].endswith("yes        does not fit") and "does not fit" not in lines[0]
     assert lines[10].split()[:3] == lines[0].split()[:3]
+    tp, dp, pp, step = lines[0].split()[:4]
+    last = f"fastest that fits: tp {tp}, dp {dp}, pp {pp}: {step} ms a step, "
+    assert out.splitlines()[-1].startswith(last) and "memory 3,000 GB/s" in out
+
+
+def test_where_nothing_fits_the_last_line_is_of_what_needs_least(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert plan("--model", "llama3-70b", "--gpus", "8", "--json", str(path), *NUMBERS) == 0
+    least = min(json.loads(path.read_text())["rows"], key=lambda row: row["memory_bytes"]["total"])
+    layout = ", ".join(f"{name} {least[name]}" for name in ("tp", "dp", "pp"))
+    needed = f"{least['memory_bytes']['total'] / 2**30:,.1f} GiB a GPU, blocks recomputed"
+    assert capsys.readouterr().out.endswith(f"\nnone fits in 90 % of 80.0 GiB: {layout} needs least: {needed}\n")
+
+
+def test_rates_are_told_without_powers_of_ten():
+    told = report.tell_rates(Rates(653.23, 99.96, 0.0123, 4245.2, {"strided": 331.8, "joined": 22.09}))
+    assert told.startswith("matmul 653 TFLOP/s, attention 100 TFLOP/s, backward 0.0123 TFLOP/s, memory 4,245 GB/s, ")
+    assert told.endswith("passes 332 (strided) and 22.1 (joined) billion elements a second")
 
 
 def test_options_change_a_plan(tmp_path):

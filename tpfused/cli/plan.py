@@ -53,6 +53,10 @@ What the columns say:
   kept, recomputed
               activations without and with recomputation of the blocks; SP: under
               sequence parallelism
+The last line is the fastest layout that fits, once more. In the line of rates,
+passes are elementwise kernels whose time goes by their elements, not their
+bytes: strided ones go over halves of rows, pairs or permuted heads, joined ones
+lay several tensors into one.
 Formulas and their sources: the docstrings of tpfused/planning.
 
 Not counted: reading the input, and that links between hosts are slower than

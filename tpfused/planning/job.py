@@ -29,7 +29,7 @@ from tpfused.planning.options import (
     shape_of,
     step_of,
 )
-from tpfused.planning.report import Entry, counted, show_plans, tell_rates
+from tpfused.planning.report import Entry, counted, show_plans, tell_best, tell_rates
 from tpfused.planning.shape import Shape
 from tpfused.provenance import commit
 from tpfused.workers import torchrun_worker
@@ -85,6 +85,7 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
         about |= {"rates": machine.rates.as_dict(), "shape": asdict(shape), "step": asdict(step)}
         write_json(options["json"], about, [entry.as_dict() for entry in entries])
         console.say(f"wrote {options['json']}")
+    console.say(f"\n{tell_best(entries, machine.memory_bytes, cpu)}")
     return 0
 
 
