@@ -6,7 +6,7 @@ import pytest
 
 from tpfused.planning.block import Setting, block
 from tpfused.planning.communication import OPERATIONS, Fit
-from tpfused.planning.layouts import Layout, Step, layouts, predict
+from tpfused.planning.layouts import Layout, Step, layouts, predict, why_none
 from tpfused.planning.rates import Rates
 from tpfused.planning.shape import PRESETS, Shape
 from tpfused.planning.time import Time, bubble, optimizer_us, time_of
@@ -183,3 +183,26 @@ def test_block_on_more_ranks_does_less():
     for name in ("matmul", "attention", "elementwise"):
         first, second, third = (getattr(time, name) for time in times)
         assert first > second > third
+
+
+@pytest.mark.parametrize(
+    "gpus, asked, changed, told",
+    [
+        (4, {"tp": 3}, {}, ["tp 3 does not divide 4 GPUs"]),
+        (8, {"tp": 8}, {"micro_batch": 3}, ["tp 8 does not divide 12 heads", "8 is not whole micro-batches of 3"]),
+        (12, {"tp": 4, "pp": 6}, {}, ["tp 4 x pp 6 = 24 does not divide 12 GPUs"]),
+        (12, {"tp": 2, "dp": 2, "pp": 1}, {}, ["tp 2 x dp 2 x pp 1 = 4 is not 12 GPUs"]),
+        (13, {"pp": 13}, {"batch": 13}, ["pp 13 is more than 12 layers"]),
+        (4, {"dp": 4}, {"batch": 6}, ["6 is not whole micro-batches of 1 on each of dp 4 ranks"]),
+        (8, {"pp": 1, "dp": 1}, {}, ["no tp that splits the model and pp of at most 12 layers make up the 8 GPUs"]),
+        (26, {"dp": 2}, {}, ["pp of at most 12 layers make up the 13 GPUs of each of dp 2 ranks"]),
+        (4, {"tp": 1, "pp": 1}, {"batch": 6}, ["6 is not whole micro-batches of 1 on each rank of dp 4"]),
+        (10**13, {}, {"batch": 3}, ["a batch of 3 is not whole micro-batches of 1 on each rank of dp 250000000000, 3"]),
+    ],
+)
+def test_only_what_is_violated_is_named(gpus, asked, changed, told):
+    step = replace(STEP, **changed)
+    found = why_none(PRESETS["gpt2"], step, gpus, asked)
+    assert len(found) == len(told) and all(each in reason for each, reason in zip(told, found, strict=True)), found
+    wanted = (each for each in layouts(PRESETS["gpt2"], step, gpus) if vars(each).items() >= asked.items())
+    assert not any(wanted)

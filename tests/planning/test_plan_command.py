@@ -42,7 +42,7 @@ def test_help_teaches(capsys):
     assert end.value.code == 0
     for words in ("examples:", "tpfused bench comm --json", "Exit codes:", "bubble", "--no-overlap", "llama3-70b"):
         assert words in told, words
-    assert "by rates" in told and "by parts" in told
+    assert "by rates" in told and "by parts" in told and "passes are elementwise kernels" in told
     assert " ".join(["tpfused plan --check --cpu", *TINY_OF_HELP]) in " ".join(told.replace("\\", "").split())
 
 
@@ -75,14 +75,19 @@ def argparse_of_plan(options):
         (["--model", "gpt2", "--latency-us", "1"], "--latency-us goes with --bus-gbps"),
         (["--model", "gpt2", "--dtype", "fp8"], "unknown dtype 'fp8'"),
         (["--model", "gpt2", "--style", "bert"], "'bert'"),
-        (["--model", "gpt2", "--gpus", "8", "--tp", "8", *NUMBERS], "no layout of 8 GPUs, --tp 8"),
-        (["--model", "gpt2", "--gpus", "4", "--batch", "3", "--dp", "4", *NUMBERS], "the batch of 3"),
+        (
+            ["--model", "gpt2", "--gpus", "8", "--tp", "8", *NUMBERS],
+            "of 8 GPUs, --tp 8: tp 8 does not divide 12 heads",
+        ),
+        (["--model", "gpt2", "--gpus", "4", "--tp", "3", *NUMBERS], ", --tp 3: tp 3 does not divide 4 GPUs\n"),
+        (["--model", "gpt2", "--gpus", "4", "--batch", "3", "--dp", "4", *NUMBERS], "a batch of 3 is not whole"),
         (["--model", "gpt2", "--from", "/nowhere.json"], "--from /nowhere.json: No such file"),
         (["--model", "gpt2", "--from", ""], "--from : Is a directory"),
         (["--model", "gpt2", "--gpus", "2", "--json", "/dev/full", *NUMBERS], "/dev/full cannot be written: No space"),
         (["--model", "gpt2", "--gpus", str(10**13 + 1), "--tp", "2", *NUMBERS], "no layout of 10000000000001 GPUs"),
         (["--model", "gpt2", "--json", "/nowhere/x.json"], "there is no folder"),
-        ([*TINY, "--check", "--tp", "3"], "no tp of 3 that splits 4 heads"),
+        ([*TINY, "--check", "--tp", "3"], "--tp 3: tp 3 does not divide 2 ranks; tp 3 does not divide 4 heads"),
+        ([*TINY, "--gpus", "2", "--tp", "3", "--pp", "2"], "of 2 ranks, --tp 3, --pp 2: tp 3 does not divide 2 ranks"),
         ([*TINY, "--check", "--from", "x.json"], "--check measures blocks here, and takes no --from"),
         ([*TINY, "--check", "--tflops", "1", "--dp", "2"], "takes no --tflops, --dp"),
         (["--model", "llama3-8b", "--check", "--cpu"], "218,112,000 parameters and 8,192 tokens of 14,336 features"),
@@ -152,7 +157,8 @@ def test_a_plan_from_numbers(tmp_path, capsys):
     assert plan("--model", "llama3-8b", "--gpus", "8", "--batch", "32", "--json", str(path), *NUMBERS) == 0
     out = capsys.readouterr().out
     assert "llama3-8b of 8.03 B parameters on 8 GPUs, 32 sequences of 8192 tokens a step, bf16" in out
-    assert "groups of 4, 8 were not measured" in out and "from the command line" in out
+    assert "priced by --bus-gbps in groups of any size" in out and "from the command line" in out
+    assert "measured" not in out
     found = json.loads(path.read_text())
     rows = found["rows"]
     assert found["meta"]["shape"]["hidden"] == 4096 and found["meta"]["rates"]["matmul_tflops"] == 700
@@ -173,6 +179,24 @@ def test_a_plan_from_numbers(tmp_path, capsys):
     assert len(lines) == 3 * 10 and max(map(len, lines)) < 100
     assert lines[9].endswith("yes        does not fit") and "does not fit" not in lines[0]
     assert lines[10].split()[:3] == lines[0].split()[:3]
+    tp, dp, pp, step = lines[0].split()[:4]
+    last = f"fastest that fits: tp {tp}, dp {dp}, pp {pp}: {step} ms a step, "
+    assert out.splitlines()[-1].startswith(last) and "memory 3,000 GB/s" in out
+
+
+def test_where_nothing_fits_the_last_line_is_of_what_needs_least(tmp_path, capsys):
+    path = tmp_path / "plan.json"
+    assert plan("--model", "llama3-70b", "--gpus", "8", "--json", str(path), *NUMBERS) == 0
+    least = min(json.loads(path.read_text())["rows"], key=lambda row: row["memory_bytes"]["total"])
+    layout = ", ".join(f"{name} {least[name]}" for name in ("tp", "dp", "pp"))
+    needed = f"{least['memory_bytes']['total'] / 2**30:,.1f} GiB a GPU, blocks recomputed"
+    assert capsys.readouterr().out.endswith(f"\nnone fits in 90 % of 80.0 GiB: {layout} needs least: {needed}\n")
+
+
+def test_rates_are_told_without_powers_of_ten():
+    told = report.tell_rates(Rates(653.23, 99.96, 0.0123, 4245.2, {"strided": 331.8, "joined": 22.09}))
+    assert told.startswith("matmul 653 TFLOP/s, attention 100 TFLOP/s, backward 0.0123 TFLOP/s, memory 4,245 GB/s, ")
+    assert told.endswith("passes 332 (strided) and 22.1 (joined) billion elements a second")
 
 
 def test_options_change_a_plan(tmp_path):
@@ -211,6 +235,27 @@ def test_a_plan_from_a_file(comm_file, capsys):
     assert f"192 GiB; from {comm_file}: 2 x Some GPU, bf16" in out and "matmul 600 TFLOP/s" in out
     assert "were not measured" not in out
     assert f"{comm_file}: 2 x Some GPU, bf16 does not tell the latency of kernels, the host's time a call, how" in out
+
+
+def test_links_that_were_not_measured_are_told(comm_file, capsys):
+    """As well as the groups; with numbers of the options nothing is said of what was measured."""
+    options = ["--model", "llama3-70b", "--batch", "64", "--from", comm_file]
+    shared = "communication is priced as if all 64 GPUs shared the links of the 2 that were measured. Unless those were"
+    for gpus, more, is_told in (("64", [], True), ("2", [], False), ("64", ["--bus-gbps", "50"], False)):
+        assert plan(*options, "--gpus", gpus, *more) == 0
+        out = capsys.readouterr().out
+        assert (shared in out) is is_told and ("real steps across hosts are slower" in out) is is_told
+        assert ("groups of 4, 8, 16, 32, 64 were not measured" in out) is is_told
+        assert ("priced by --bus-gbps" in out) is bool(more)
+
+
+@pytest.mark.parametrize("found, told", [(0, "none"), (2, "2")])
+def test_what_is_not_here_is_not_measured(monkeypatch, capsys, found, told):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: found)
+    assert plan("--model", "llama3-70b", "--gpus", "64") == 2
+    out, err = capsys.readouterr()
+    assert f"64 GPUs cannot be measured here, where torch finds {told}: give --from FILE, written by" in err
+    assert err.endswith("by --tflops, --memory-gbps, --memory-gib and --bus-gbps\n") and not out
 
 
 def test_a_recorded_file_of_before_is_read(capsys):
@@ -262,6 +307,7 @@ def test_a_file_without_what_is_needed(comm_file, capsys):
 @pytest.mark.parametrize(
     "place, value, told",
     [
+        (["gpus"], "two", "meta.gpus must be how many there were, not 'two'"),
         (["memory_bytes"], -1, "meta.memory_bytes must be a number above 0, not -1"),
         (["rates", "matmul_tflops"], float("inf"), "matmul_tflops must be a number above 0, not inf"),
         (["rates", "memory_gbps"], "fast", "memory_gbps must be a number above 0, not 'fast'"),

@@ -64,6 +64,18 @@ def test_what_splits_can_be_built(heads, kv_heads, ffn):
 
 
 @pytest.mark.parametrize(
+    "changed, tp, told",
+    [
+        ({}, 3, "tp 3 does not divide 4 heads"),
+        ({"heads": 12, "hidden": 24, "kv_heads": 3}, 2, "of tp 2 and 3 kv heads neither divides the other"),
+        ({"ffn": 21}, 4, "tp 4 splits 21 feed-forward features so that gates and ups are on different ranks"),
+    ],
+)
+def test_why_a_model_does_not_split(changed, tp, told):
+    assert replace(LLAMA, **changed).why_unsplit(tp) == told and LLAMA.why_unsplit(1) is None
+
+
+@pytest.mark.parametrize(
     "wrong, told",
     [
         ({"heads": 3}, "hidden 8 is no multiple of heads 3"),

@@ -19,7 +19,7 @@ examples:
                                            on all GPUs here, after a short run
   tpfused bench comm --json comm.json
   tpfused plan --model llama3-70b --gpus 64 --batch 512 --from comm.json
-                                           on 64 such GPUs
+                                           on 64 such GPUs, linked like those
   tpfused plan --model llama3-8b --gpus 8 --tflops 700 --memory-gbps 3000 \\
       --bus-gbps 330 --latency-us 15 --memory-gib 80
                                            on a machine that you only know of
@@ -53,10 +53,17 @@ What the columns say:
   kept, recomputed
               activations without and with recomputation of the blocks; SP: under
               sequence parallelism
+The last line is the fastest layout that fits, once more. In the line of rates,
+passes are elementwise kernels whose time goes by their elements, not their
+bytes: strided ones go over halves of rows, pairs or permuted heads, joined ones
+lay several tensors into one.
 Formulas and their sources: the docstrings of tpfused/planning.
 
-Not counted: input, and what several hosts between them have less of than one,
-unless it was measured. Data parallelism is DDP's: parameters, gradients and
+Not counted: reading the input, and that links between hosts are slower than
+those within one. More GPUs than were measured are priced as if all shared the
+links of those that were, so real steps across hosts are slower. Where bench comm
+ran on several hosts (by torchrun, --tp the GPUs of one), its dp groups were
+measured across them. Data parallelism is DDP's: parameters, gradients and
 AdamW's state whole on each.
 
 --check runs a block (or --layers of them), forward and backward, at each tp

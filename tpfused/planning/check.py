@@ -45,7 +45,9 @@ def check(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
     step = replace(step_of(options, shape, world), kernels=device == "cuda")
     degrees = [tp for tp in range(1, world + 1) if world % tp == 0 and options["tp"] in (None, tp) and shape.splits(tp)]
     if not degrees:
-        raise UserError(f"{world} ranks have no tp of {options['tp'] or 'any degree'} that splits {shape.heads} heads")
+        tp = options["tp"]  # for 1 always does
+        told = [f"tp {tp} does not divide {world} ranks"] * bool(world % tp) + [shape.why_unsplit(tp)]
+        raise UserError(f"no block at --tp {tp}: {'; '.join(filter(None, told))}")
     layers = options["layers"] or 1
     if device == "cpu":
         check_small(shape, step, layers)

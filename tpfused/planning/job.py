@@ -17,10 +17,19 @@ from tpfused.bench.results import write_json
 from tpfused.cli.errors import UserError
 from tpfused.planning.check import check
 from tpfused.planning.communication import Fit
-from tpfused.planning.layouts import Layout, Plan, Step, layouts, predict
-from tpfused.planning.options import USED, Machine, check_options, machine_of, overridden, shape_of, step_of
-from tpfused.planning.rates import Rates
-from tpfused.planning.report import Entry, counted, show_plans, tell_rates
+from tpfused.planning.layouts import DEGREES, Layout, Plan, Step, layouts, predict, why_none
+from tpfused.planning.options import (
+    USED,
+    Machine,
+    check_options,
+    instead_of_a_file,
+    machine_of,
+    option,
+    overridden,
+    shape_of,
+    step_of,
+)
+from tpfused.planning.report import Entry, counted, show_plans, tell_best, tell_rates
 from tpfused.planning.shape import Shape
 from tpfused.provenance import commit
 from tpfused.workers import torchrun_worker
@@ -45,12 +54,10 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
     cpu = device == "cpu" if machine is None else machine.cpu
     chosen = [layout for layout in layouts(shape, step, gpus) if _wanted(layout, options)]
     if not chosen:
-        asked = "".join(f", --{name} {options[name]}" for name in ("tp", "dp", "pp") if options[name])
-        raise UserError(
-            f"no layout of {counted(gpus, cpu)}{asked}: tp must divide {shape.heads} heads, pp be at most "
-            f"{shape.layers} layers, and the batch of {step.batch} be whole micro-batches of {step.micro_batch} on "
-            f"each dp rank"
-        )
+        asked = {name: options[name] for name in DEGREES if options[name]}
+        told = "".join(f", --{name} {degree}" for name, degree in asked.items())
+        why = "; ".join(why_none(shape, step, gpus, asked, "ranks" if cpu else "GPUs"))
+        raise UserError(f"no layout of {counted(gpus, cpu)}{told}: {why}")
     console = make_console()
     if machine is None:
         machine = _measured(options, console, device, gpus, found, {layout.tp for layout in chosen})
@@ -66,7 +73,7 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
     together = f"{step.batch} sequences of {step.tokens} tokens a step, {options['dtype']}"
     show_plans(console, f"{told}, {together}", entries, step.batch * step.tokens, gpus, cpu)
     console.say(f"rates: {tell_rates(machine.rates)}; {machine.memory_bytes / 2**30:,.0f} GiB; from {machine.source}")
-    _say_extrapolated(console, machine.rates, chosen)
+    _say_extrapolated(console, machine, chosen, gpus, cpu)
     unknown = machine.rates.unknown()
     if unknown:
         console.say(
@@ -78,11 +85,12 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
         about |= {"rates": machine.rates.as_dict(), "shape": asdict(shape), "step": asdict(step)}
         write_json(options["json"], about, [entry.as_dict() for entry in entries])
         console.say(f"wrote {options['json']}")
+    console.say(f"\n{tell_best(entries, machine.memory_bytes, cpu)}")
     return 0
 
 
 def _wanted(layout: Layout, options: Mapping[str, Any]) -> bool:
-    return all(options[name] in (None, getattr(layout, name)) for name in ("tp", "dp", "pp"))
+    return all(options[name] in (None, getattr(layout, name)) for name in DEGREES)
 
 
 def _entry(shape: Shape, step: Step, layout: Layout, machine: Machine, recomputed: bool | None) -> Entry:
@@ -110,8 +118,13 @@ def _measured(
     options: Mapping[str, Any], console, device: str, gpus: int, found: int, tensor_parallel: set[int]
 ) -> Machine | int:
     """What a short run finds, for layouts of these degrees of tensor parallelism; or its exit code, if it fails."""
-    if device == "cuda" and gpus > found:
-        raise UserError(f"{counted(gpus)} cannot be measured here, where torch finds {found}: give --from FILE")
+    there = found if device == "cuda" else 0
+    if options["gpus"] and not options["cpu"] and gpus > there:
+        *first, last = map(option, instead_of_a_file(gpus))
+        raise UserError(
+            f"{counted(gpus)} cannot be measured here, where torch finds {there or 'none'}: give --from FILE, written "
+            f"by tpfused bench comm --json on a machine with GPUs, or the rates by {', '.join(first)} and {last}"
+        )
     degrees = [degree for degree in range(2, gpus + 1) if gpus % degree == 0]
     sizes = [size for size in QUICK if device == "cuda" or size <= CPU_MOST]
     argument = {
@@ -139,11 +152,22 @@ def _measured(
         return code
     found_rates, facts = rates_of(rates, fits)
     source = f"a short run on {gpus} x {card}"
-    return overridden(Machine(found_rates, facts["memory_bytes"], source, device == "cpu"), options)
+    return overridden(Machine(found_rates, facts["memory_bytes"], source, device == "cpu", gpus), options)
 
 
-def _say_extrapolated(console, rates: Rates, chosen: list[Layout]) -> None:
-    known = {each.ranks for each in rates.fits}
+def _say_extrapolated(console, machine: Machine, chosen: list[Layout], gpus: int, cpu: bool) -> None:
+    """Where communication is priced by other links than a step would use."""
+    if not machine.measured:
+        if gpus > 1:
+            console.say("communication is priced by --bus-gbps in groups of any size, within a host and across hosts")
+        return
+    if gpus > machine.measured:
+        console.say(
+            f"communication is priced as if all {counted(gpus, cpu)} shared the links of the {machine.measured} that "
+            f"were measured. Unless those were on several hosts, no link between hosts was measured: real steps across "
+            f"hosts are slower"
+        )
+    known = {each.ranks for each in machine.rates.fits}
     guessed = {layout.tp for layout in chosen} | {layout.dp for layout in chosen}
     guessed -= known | {1}
     if guessed:

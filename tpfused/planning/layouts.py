@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,6 +14,8 @@ from tpfused.planning.rates import Rates
 from tpfused.planning.shape import Shape
 from tpfused.planning.time import Time, bubble, forward_and_backward, optimizer_us
 from tpfused.planning.work import Collective, Pair
+
+DEGREES = ("tp", "dp", "pp")
 
 
 @dataclass(frozen=True)
@@ -81,6 +84,47 @@ def layouts(shape: Shape, step: Step, gpus: int) -> Iterator[Layout]:
             dp = gpus // tp // pp
             if shape.splits(tp) and step.batch % (dp * step.micro_batch) == 0:
                 yield Layout(tp, dp, pp)
+
+
+def why_none(shape: Shape, step: Step, gpus: int, asked: Mapping[str, int], unit: str = "GPUs") -> list[str]:
+    """The conditions that leave none of `layouts`, of those with the degrees `asked` for ("tp", "dp", "pp").
+    `unit`: what `gpus` counts."""
+    wrong = [f"{name} {degree} does not divide {gpus} {unit}" for name, degree in asked.items() if gpus % degree]
+    product = math.prod(asked.values())
+    together = " x ".join(f"{name} {degree}" for name, degree in asked.items())
+    if not wrong and gpus % product:
+        wrong.append(f"{together} = {product} does not divide {gpus} {unit}")
+    elif not wrong and len(asked) == len(DEGREES) and product != gpus:
+        wrong.append(f"{together} = {product} is not {gpus} {unit}")
+    unsplit = shape.why_unsplit(asked.get("tp", 1))
+    if unsplit:
+        wrong.append(unsplit)
+    if asked.get("pp", 1) > shape.layers:
+        wrong.append(f"pp {asked['pp']} is more than {shape.layers} layers")
+    dp = asked.get("dp", 1)
+    if step.batch % (dp * step.micro_batch):
+        ranks = f" on each of dp {dp} ranks" if dp > 1 else ""
+        wrong.append(f"a batch of {step.batch} is not whole micro-batches of {step.micro_batch}{ranks}")
+    if wrong:
+        return wrong
+    # Each degree that was asked for can be: what is left for the others cannot.
+    replicas = _replicas(shape, gpus, asked)
+    if not replicas:
+        models = f"{gpus // dp} {unit}" + (f" of each of dp {dp} ranks" if dp > 1 else "")
+        return [f"no tp that splits the model and pp of at most {shape.layers} layers make up the {models}"]
+    told = ", ".join(map(str, replicas[:5])) + ", ..." * (len(replicas) > 5)
+    return [f"a batch of {step.batch} is not whole micro-batches of {step.micro_batch} on each rank of dp {told}"]
+
+
+def _replicas(shape: Shape, gpus: int, asked: Mapping[str, int]) -> list[int]:
+    """Each dp that some tp and pp leave, whatever the batch."""
+    found = set()
+    for tp in _divisors(gpus, shape.heads):
+        for pp in _divisors(gpus // tp, shape.layers):
+            degrees = {"tp": tp, "dp": gpus // tp // pp, "pp": pp}
+            if shape.splits(tp) and degrees.items() >= asked.items():
+                found.add(degrees["dp"])
+    return sorted(found)
 
 
 def predict(shape: Shape, step: Step, layout: Layout, rates: Rates) -> Plan:

@@ -29,26 +29,27 @@ CPU_NUMBERS = 2**25  # in the weights and the features of what --check runs on a
 @dataclass(frozen=True)
 class Machine:
     """Its rates, the memory of a GPU, and where these numbers come from. `cpu`: it has none, and its ranks are
-    processes."""
+    processes. `measured`: how many ranks' links the collectives were measured on; 0: none, their speed was given."""
 
     rates: Rates
     memory_bytes: float
     source: str
     cpu: bool = False
+    measured: int = 0
 
 
 def check_options(options: Mapping[str, Any]) -> None:
     """Refuse what is out of its range, before anything is measured."""
     for name in ("gpus", "tp", "dp", "pp", "sequence", "batch", "micro_batch", "layers", "rounds"):
         if options[name] is not None and options[name] < 1:
-            raise UserError(f"{_option(name)} must be at least 1, not {options[name]}")
+            raise UserError(f"{option(name)} must be at least 1, not {options[name]}")
     for name in (*SPEEDS, "attention_tflops", "latency_us", "memory_gib", "tolerance"):
         value = options[name]
         if value is not None and not (math.isfinite(value) and value > 0):
-            raise UserError(f"{_option(name)} must be above 0, not {value:g}")
+            raise UserError(f"{option(name)} must be above 0, not {value:g}")
     if options["latency_us"] is not None and options["bus_gbps"] is None:
         raise UserError("--latency-us goes with --bus-gbps")
-    unused = [_option(name) for name in NOT_CHECKED if options["check"] and options[name] is not None]
+    unused = [option(name) for name in NOT_CHECKED if options["check"] and options[name] is not None]
     if unused:
         raise UserError(f"--check measures blocks here, and takes no {', '.join(unused)}")
     if options["dtype"] not in BYTES:
@@ -67,8 +68,13 @@ def check_small(shape: Shape, step: Step, layers: int) -> None:
         )
 
 
-def _option(name: str) -> str:
+def option(name: str) -> str:
     return f"--{name.replace('_', '-')}"
+
+
+def instead_of_a_file(gpus: int) -> list[str]:
+    """The options that together do for --from."""
+    return ["tflops", "memory_gbps", "memory_gib"] + ["bus_gbps"] * (gpus > 1)
 
 
 def shape_of(options: Mapping[str, Any]) -> Shape:
@@ -121,8 +127,7 @@ def machine_of(options: Mapping[str, Any], gpus: int) -> Machine | None:
     if machine is None:
         if all(options[name] is None for name in SPEEDS):
             return None
-        needed = ["tflops", "memory_gbps", "memory_gib"] + (["bus_gbps"] if gpus > 1 else [])
-        missing = [_option(name) for name in needed if options[name] is None]
+        missing = [option(name) for name in instead_of_a_file(gpus) if options[name] is None]
         if missing:
             raise UserError(f"give {', '.join(missing)} as well, or --from FILE")
         speed, gbps = options["tflops"], options["memory_gbps"]
@@ -149,6 +154,7 @@ def overridden(machine: Machine, options: Mapping[str, Any]) -> Machine:
     if options["bus_gbps"] is not None:
         latency = options["latency_us"] or 0.0
         fits = [Fit(op, "all", 2, latency, bus_factor(op, 2) / options["bus_gbps"] / 1e3) for op in OPERATIONS]
+        machine = replace(machine, measured=0)
         rates = replace(rates, fits=tuple(fits))
     if options["memory_gib"] is not None:
         memory = options["memory_gib"] * 2**30
@@ -161,6 +167,8 @@ def _from_file(path: str, dtype: str) -> Machine:
         rates, memory = Rates.from_dict(meta["rates"]), meta["memory_bytes"]
         if not isinstance(memory, int | float) or not 0 < memory < math.inf:
             raise ValueError(f"meta.memory_bytes must be a number above 0, not {memory!r}")
+        if not isinstance(meta["gpus"], int) or meta["gpus"] < 1:
+            raise ValueError(f"meta.gpus must be how many there were, not {meta['gpus']!r}")
     except OSError as error:
         raise UserError(f"--from {path}: {error.strerror}") from error
     except ValueError as error:
@@ -170,7 +178,7 @@ def _from_file(path: str, dtype: str) -> Machine:
     if meta["dtype"] != dtype:
         raise UserError(f"--from {path} was measured in {meta['dtype']}, and --dtype is {dtype}")
     source = f"{path}: {meta['gpus']} x {meta['card']}, {dtype}"
-    return Machine(rates, float(memory), source, meta.get("device") == "cpu")
+    return Machine(rates, float(memory), source, meta.get("device") == "cpu", meta["gpus"])
 
 
 def _meta_of(path: str) -> Mapping[str, Any]:

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tpfused.planning.layouts import Plan
+from tpfused.planning.layouts import DEGREES, Plan
+from tpfused.planning.memory import USABLE
 from tpfused.planning.rates import ATTENTION, ATTENTION_BACKWARD, MATMUL, OTHER, PARALLEL_MATMUL, Rates
 from tpfused.planning.time import Time
 
 GIB = 2**30
-DEGREES = ("tp", "dp", "pp")
 TIMES = (*DEGREES, "step ms", "tokens/s each", "exposed ms", "bubble", "GiB", "recompute", "")
 # Three tables, for one would be wider than most terminals.
 PARTS = (*DEGREES, "weights", "gradients", "AdamW", "activations", "tp sent", "dp sent", "pp sent")
@@ -54,14 +54,14 @@ def tell_rates(rates: Rates) -> str:
 
     def flops(kind: str, rate: float) -> str:
         latency = rates.latency_us.get(kind)
-        return f"{rate:,.3g} TFLOP/s" + (f" and {latency:,.1f} us" if latency else "")
+        return f"{_rate(rate)} TFLOP/s" + (f" and {latency:,.1f} us" if latency else "")
 
     backward = flops(ATTENTION_BACKWARD, rates.attention_backward_tflops)
-    passes = " and ".join(f"{rate:,.3g} ({kind})" for kind, rate in rates.pass_rates.items())
+    passes = " and ".join(f"{_rate(rate)} ({kind})" for kind, rate in rates.pass_rates.items())
     told = [
         f"matmul {flops(MATMUL, rates.matmul_tflops)}",
         f"attention {flops(ATTENTION, rates.attention_tflops)}, backward {backward}",
-        f"memory {rates.memory_gbps:,.3g} GB/s",
+        f"memory {_rate(rates.memory_gbps)} GB/s",
         f"passes {passes} billion elements a second",
     ]
     if rates.hidden is not None:
@@ -69,6 +69,22 @@ def tell_rates(rates: Rates) -> str:
     if rates.host_us:
         told.append("host " + ", ".join(f"{us:,.0f} us ({CALL_NAMES[kind]})" for kind, us in rates.host_us.items()))
     return ", ".join(told)
+
+
+def _rate(rate: float) -> str:
+    """Three digits, or all that are before the point, and no power of ten."""
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def tell_best(entries: Sequence[Entry], memory_bytes: float, cpu: bool = False) -> str:
+    """Of `entries`, the fastest that fit first: the first one; where none fits, the one that needs least."""
+    each = "rank" if cpu else "GPU"
+    best = entries[0] if entries[0].fits else min(entries, key=lambda entry: entry.plan.memory.total)
+    layout = ", ".join(f"{name} {getattr(best.plan.layout, name)}" for name in DEGREES)
+    needed = f"{best.plan.memory.total / GIB:,.1f} GiB a {each}" + ", blocks recomputed" * best.recomputed
+    if best.fits:
+        return f"fastest that fits: {layout}: {best.plan.step_us / 1e3:,.1f} ms a step, {needed}"
+    return f"none fits in {USABLE * 100:.0f} % of {memory_bytes / GIB:,.1f} GiB: {layout} needs least: {needed}"
 
 
 def show_plans(console, title: str, entries: Sequence[Entry], tokens: int, gpus: int, cpu: bool = False) -> None:

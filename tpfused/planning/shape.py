@@ -60,11 +60,20 @@ class Shape:
         return self.hidden // self.heads
 
     def splits(self, tp: int) -> bool:
-        """Whether the layers can be built on `tp` ranks: heads that divide, kv heads that divide or are shared evenly,
-        and each gate on the rank of its up.
+        """Whether the layers can be built on `tp` ranks."""
+        return self.why_unsplit(tp) is None
+
+    def why_unsplit(self, tp: int) -> str | None:
+        """What is in the way of building the layers on `tp` ranks, if anything: heads must divide, kv heads divide or
+        be shared evenly, and each gate be on the rank of its up.
         """
-        heads = self.heads % tp == 0 and (self.kv_heads % tp == 0 or tp % self.kv_heads == 0)
-        return heads and (not self.gated or padded_shard_size(2 * self.ffn, tp) == 2 * padded_shard_size(self.ffn, tp))
+        if self.heads % tp:
+            return f"tp {tp} does not divide {self.heads} heads"
+        if self.kv_heads % tp and tp % self.kv_heads:
+            return f"of tp {tp} and {self.kv_heads} kv heads neither divides the other"
+        if self.gated and padded_shard_size(2 * self.ffn, tp) != 2 * padded_shard_size(self.ffn, tp):
+            return f"tp {tp} splits {self.ffn} feed-forward features so that gates and ups are on different ranks"
+        return None
 
     def local(self, tp: int) -> Local:
         """The widths of the first of `tp` ranks, which has the most."""
