@@ -395,3 +395,40 @@ def check_mixed(ctx, seed):
 
 def test_the_plan_leaves_out_what_cannot_be_split(workers, seed):
     workers.run(on_four, check_mixed, seed)
+
+
+def check_parameters_between(ctx):
+    """What "auto" does not know, in the midst of what is split, would have a part of its gradient on each rank."""
+    mesh, model = ctx.mesh(ctx.world), build("llama")
+    attention = model.model.layers[1].self_attn
+    attention.q_norm = type(model.model.norm)(attention.head_dim)
+    with refuses(ValueError, "model.layers.*.self_attn.q_norm: LlamaRMSNorm", "self_attn.q_norm': 'replicate_sum'"):
+        tpfused.parallelize(model, mesh)
+    del attention.q_norm
+    attention.temperature = nn.Parameter(torch.ones(()))
+    with refuses(ValueError, "temperature of model.layers.1.self_attn"):
+        tpfused.parallelize(model, mesh)
+
+
+def test_parameters_between_what_is_split(workers):
+    pytest.importorskip("transformers")
+    workers.run(check_parameters_between)
+
+
+class Called(nn.Linear):
+    def __call__(self, x):
+        return 2 * super().__call__(x)
+
+
+def check_other_calls(ctx):
+    mesh, pair = ctx.mesh(ctx.world), OrderedDict(up=Called(8, 8), down=nn.Linear(8, 8))
+    with refuses(ValueError, "up is a Called, which has a __call__ of its own"):
+        tpfused.parallelize(nn.Sequential(pair), mesh, {"up": "colwise", "down": "rowwise"})
+    model = nn.Sequential(OrderedDict(up=nn.Linear(8, 8), down=nn.Linear(8, 8)))
+    model.down.weight.data = model.up.weight.data
+    with refuses(ValueError, "up.weight and down.weight are two parameters in the same memory"):
+        tpfused.parallelize(model, mesh, {"up": "colwise", "down": "rowwise"})
+
+
+def test_layers_that_are_called_or_tied_otherwise(workers):
+    workers.run(check_other_calls)

@@ -50,8 +50,8 @@ def lose(model):
 
 
 CHANGES = {
-    permute: r"1 of 5 parameters differ.*extra\.weight.*one seed",
-    swap: r"2 of 5 parameters differ.*norm\.weight",
+    permute: r"1 of 5 tensors differ.*extra\.weight.*one seed",
+    swap: r"2 of 5 tensors differ.*norm\.weight",
     lengthen: r"parameter 5 of 5 on rank 0 is \(none\), of 7 on rank \d \(3.weight \[3, 8\]",
     shorten: r"parameter 4 of 5 on rank 0 is \(last.weight .* of 4 on rank \d \(none\)",
     unframe: r"rank 0 is \(extra.bias .* rank \d \(last.weight",
@@ -80,9 +80,9 @@ def check_different(ctx, seed):
     with pytest.raises(ValueError, match="on the meta device.* with values"):
         tpfused.parallelize(dense_model("cpu" if ctx.rank else "meta"), mesh, plan)
     torch.manual_seed(seed + ctx.rank)
-    with pytest.raises(ValueError, match="2 of 2 parameters differ between the ranks.*weight"):
+    with pytest.raises(ValueError, match="2 of 2 tensors differ between the ranks.*weight"):
         parallelize_module(dense_model(ctx.device), mesh, {"extra": Style("colwise_gather")})
-    for layers, told in ((1, "parameters differ"), (1 + ctx.rank, "different models")):
+    for layers, told in ((1, "tensors differ"), (1 + ctx.rank, "different models")):
         config = tpfused.TransformerConfig(37, 8, layers, num_heads=4, ffn_size=16, max_positions=16)
         with pytest.raises(ValueError, match=told):
             tpfused.parallelize(tpfused.ParallelTransformer(config, group=ALONE), mesh)
@@ -90,6 +90,44 @@ def check_different(ctx, seed):
 
 def test_models_that_differ_between_ranks(workers, seed):
     workers.run(check_different, seed)
+
+
+def check_other_computation(ctx, seed):
+    """The same weights, but what is computed with them differs on the last rank."""
+    last, mesh, told = ctx.rank == ctx.world - 1, ctx.mesh(ctx.world), "different configs"
+
+    def own(**changes) -> nn.Module:
+        torch.manual_seed(seed)
+        return tpfused.ParallelTransformer(tpfused.TransformerConfig(**OWN, **changes), group=ALONE)
+
+    with pytest.raises(ValueError, match=f"{told}: causal is True on rank 0, but False on rank {ctx.world - 1}"):
+        tpfused.parallelize(own(causal=not last), mesh)
+    model = dense_model(ctx.device)
+    model.register_buffer("scale", torch.ones(3) + last, persistent=False)
+    torch.manual_seed(seed)
+    for param in model.parameters():
+        nn.init.normal_(param)
+    with pytest.raises(ValueError, match="1 of 6 tensors differ between the ranks of the mesh .scale"):
+        tpfused.parallelize(model, mesh, {"extra": "colwise_gather"})
+
+
+def test_computations_that_differ_between_ranks(workers, seed):
+    if workers.world > 1:
+        workers.run(check_other_computation, seed)
+
+
+def check_other_config(ctx, seed, name, changes):
+    torch.manual_seed(seed)
+    model = build(name, **changes if ctx.rank == ctx.world - 1 else {})
+    with pytest.raises(ValueError, match=f"different configs: {next(iter(changes))} is"):
+        tpfused.parallelize(model, ctx.mesh(ctx.world))
+
+
+@pytest.mark.parametrize("name, changes", [("llama", {"rms_norm_eps": 1.0}), ("gpt2", {"activation_function": "relu"})])
+def test_configs_of_transformers_that_differ_between_ranks(workers, seed, name, changes):
+    pytest.importorskip("transformers")
+    if workers.world > 1:
+        workers.run(check_other_config, seed, name, changes)
 
 
 def check_ranks_named(ctx, seed):

@@ -186,6 +186,8 @@ def why_not(name: str, module: nn.Module, style: str) -> str | None:
             f"{name} is a {kind.__name__}, which computes otherwise than nn.Linear or transformers' Conv1D do: it "
             f"cannot be {style!r}"
         )
+    if kind.__call__ is not nn.Module.__call__:
+        return f"{name} is a {kind.__name__}, which has a __call__ of its own: it cannot be {style!r}"
     if "forward" in vars(module):
         return (
             f"{name} has a forward other than that of its class, as accelerate's hooks give it: it cannot be {style!r}"

@@ -90,16 +90,17 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
     """
     group = resolve_group(mesh=_checked(mesh))
     device = convert.device_of(group)
-    params = dict(model.named_parameters()) if isinstance(model, nn.Module) else {}
+    config = getattr(model, "config", None)
+    tensors = dict((*model.named_parameters(), *model.named_buffers())) if isinstance(model, nn.Module) else {}
     if isinstance(model, ParallelTransformer) and model.group.process_group is None and plan == "auto":
-        check_same(params, group, partial(own.check, model, group.size))
+        check_same(tensors, group, partial(own.check, model, group.size), config)
         drops_whole = model.training and model.config.dropout > 0 and not model.config.sequence_parallel
         _compare_random_states(drops_whole, group, device)
         own.split(model, mesh, device)
         return model
     modules = dict(model.named_modules()) if isinstance(model, nn.Module) else {}
     to = _conversions(modules, group)
-    styles = check_same(params, group, partial(_check, model, plan, modules, to))
+    styles = check_same(tensors, group, partial(_check, model, plan, modules, to), config)
     _compare_random_states(region.drops_whole(model, styles), group, device)
 
     # What a module counts may be its projections' to read: it comes after them.
@@ -148,6 +149,7 @@ def _check(
         convert.check_convertible(name or "the model", modules[name], style, to[name])
     _check_heads(model, styles)
     _check_ties(modules, styles)
+    _check_memory(model)
     return styles
 
 
@@ -222,6 +224,20 @@ def _check_heads(model: nn.Module, styles: dict[str, str]) -> None:
             f"not for this {type(model).__name__}: use 'colwise' and tpfused.vocab_parallel_cross_entropy, or "
             f"'colwise_gather'"
         )
+
+
+def _check_memory(model: nn.Module) -> None:
+    """Two parameters in one place would be two after the split: a tie is one parameter under two names."""
+    owners: dict[int, str] = {}
+    for name, param in model.named_parameters():
+        if param.is_meta or not param.numel() or convert.is_dtensor(param):
+            continue
+        other = owners.setdefault(param.data_ptr(), name)
+        if other != name:
+            raise ValueError(
+                f"{other} and {name} are two parameters in the same memory, and would not be tied any more: give both "
+                f"modules one parameter"
+            )
 
 
 def _check_ties(modules: Mapping[str, nn.Module], styles: dict[str, str]) -> None:

@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from tpfused.parallel.convert import STYLES, torn, why_not
+from tpfused.parallel.convert import LEAVE_SHARDED, STYLES, torn, why_not
 from tpfused.parallel.lora import is_lora, styles_of_parts
 
 _DECODER = {
@@ -84,10 +84,19 @@ def auto_plan(model: nn.Module) -> dict[str, str]:
     if not any(base.__name__ in SHARDED_LOSS for base in type(model).__mro__):
         plan = {pattern: "colwise_gather" if style == "vocab_head" else style for pattern, style in plan.items()}
     placed = match(model, plan)
+    # What is computed between layers that split and layers that join is of this rank's part of the features: a
+    # parameter there has a part of its gradient on each rank.
+    between = {name.rpartition(".")[0] for name, style in placed.items() if style in LEAVE_SHARDED}
     missed: dict[str, set[str]] = {}  # pattern -> the classes that stand there
     for name, module in model.named_modules():
-        matrices = [param for param in module.parameters(recurse=False) if param.ndim > 1]
-        if name not in placed and matrices and (not plan or pattern_of(name) != name):
+        own = dict(module.named_parameters(recurse=False))
+        if own and name in between:
+            raise ValueError(
+                f"plan='auto' does not know {', '.join(own)} of {name}, a {type(module).__name__} of a known "
+                f"architecture: it would be whole on each rank, between layers that are split, and its gradient a part"
+            )
+        splits = any(param.ndim > 1 for param in own.values()) or (own and name.rpartition(".")[0] in between)
+        if name not in placed and splits and (not plan or pattern_of(name) != name):
             missed.setdefault(pattern_of(name), set()).add(type(module).__name__)
     if missed:
         raise ValueError(_unplaced(model, model_type, plan, missed))
@@ -201,7 +210,8 @@ def _start(model: nn.Module, plan: Mapping[str, str], patterns: Iterable[str]) -
     for pattern in patterns:
         matched = [module for name, module in modules.items() if matches(name, pattern)]
         embeds = any(isinstance(module, nn.Embedding) for module in matched)
-        style = "vocab_embedding" if embeds else "colwise_gather"
+        splits = any(param.ndim > 1 for module in matched for param in module.parameters(recurse=False))
+        style = "vocab_embedding" if embeds else "colwise_gather" if splits else "replicate_sum"
         reason = next(filter(None, (why_not(pattern, module, style) for module in matched)), None)
         if reason is None:
             start[pattern] = style

@@ -6,6 +6,7 @@ What one rank is refused, or cannot tell, is raised on all of them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, is_dataclass
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -25,7 +26,8 @@ class _Said(NamedTuple):
     failure: Failure | None
     params: list[str] | None  # None: it could not tell
     styles: Mapping[str, str] = {}
-    bits: Sequence[int | None] = ()  # of each parameter; None on the meta device
+    bits: Sequence[int | None] = ()  # of each tensor; None on the meta device
+    config: Mapping[str, str] = {}
 
 
 def check_alike(describe: Callable[[], list[str]], group: dist.ProcessGroup, call: str) -> None:
@@ -42,10 +44,11 @@ def check_alike(describe: Callable[[], list[str]], group: dist.ProcessGroup, cal
 
 @torch.no_grad()
 def check_same(
-    params: Mapping[str, Tensor], group: TPGroup, check: Callable[[], Mapping[str, str]] = dict
+    params: Mapping[str, Tensor], group: TPGroup, check: Callable[[], Mapping[str, str]] = dict, config: object = None
 ) -> dict[str, str]:
     """What every rank can be given, and the same: names, shapes, dtypes, which are frozen or on the meta device, the
-    others' bits, and what `check` returns: styles by module. One exchange over the group.
+    others' bits, what `check` returns: styles by module, and the model's `config`, if it has one. One exchange over the
+    group. `params`: buffers too.
 
     Raises:
         ValueError: on every rank, where two ranks differ; names the first difference.
@@ -54,16 +57,26 @@ def check_same(
     if group.size == 1:
         return dict(check())
 
-    def look() -> tuple[dict[str, str], list[int | None]]:
+    def look() -> tuple[dict[str, str], list[int | None], dict[str, str]]:
         # No bits of what is refused, which may be in parts already.
-        return dict(check()), [None if param.is_meta else _bits(param) for param in params.values()]
+        styles = dict(check())
+        return styles, [None if param.is_meta else _bits(param) for param in params.values()], _entries_of(config)
 
     looked, refused = attempt(look)
-    styles, bits = looked or ({}, [])
+    styles, bits, entries = looked or ({}, [], {})
     described, failure = attempt(lambda: [_describe(name, param) for name, param in params.items()])
     failure = refused or failure
-    of_all = _exchange(_Said(told(failure), described, styles, bits), failure, group.process_group, "parallelize")
+    said = _Said(told(failure), described, styles, bits, entries)
+    of_all = _exchange(said, failure, group.process_group, "parallelize")
     one, first = next(iter(of_all.items()))
+    for rank, other in of_all.items():
+        for name in sorted(first.config.keys() | other.config.keys()):
+            here, there = (given.config.get(name, "not there") for given in (first, other))
+            if here != there:
+                raise ValueError(
+                    f"the ranks give models of different configs: {name} is {here} on rank {one}, but {there} on rank "
+                    f"{rank}"
+                )
     for rank, other in of_all.items():
         for name in sorted(first.styles.keys() | other.styles.keys()):
             here, there = (given.styles.get(name, "replicate") for given in (first, other))
@@ -77,10 +90,20 @@ def check_same(
     ]
     if different:
         raise ValueError(
-            f"{len(different)} of {len(params)} parameters differ between the ranks of the mesh ({different[0]}, ...): "
+            f"{len(different)} of {len(params)} tensors differ between the ranks of the mesh ({different[0]}, ...): "
             f"build the model from one seed or one checkpoint on all of them"
         )
     return styles
+
+
+def _entries_of(config: object) -> dict[str, str]:
+    """By which two models of the same weights may compute otherwise: a dataclass's, or what transformers' configs have
+    beside where they are from."""
+    if is_dataclass(config) and not isinstance(config, type):
+        known = asdict(config)
+    else:
+        known = config.to_dict() if hasattr(config, "to_dict") else {}
+    return {name: repr(value) for name, value in known.items() if not name.startswith("_")}
 
 
 def _describe(name: str, param: Tensor) -> str:
