@@ -66,25 +66,10 @@ def check_same(
     styles, bits, entries = looked or ({}, [], {})
     described, failure = attempt(lambda: [_describe(name, param) for name, param in params.items()])
     failure = refused or failure
-    said = _Said(told(failure), described, styles, bits, entries)
+    said = _Said(told(failure), described, {name: repr(style) for name, style in styles.items()}, bits, entries)
     of_all = _exchange(said, failure, group.process_group, "parallelize")
-    one, first = next(iter(of_all.items()))
-    for rank, other in of_all.items():
-        for name in sorted(first.config.keys() | other.config.keys()):
-            here, there = (given.config.get(name, "not there") for given in (first, other))
-            if here != there:
-                raise ValueError(
-                    f"the ranks give models of different configs: {name} is {here} on rank {one}, but {there} on rank "
-                    f"{rank}"
-                )
-    for rank, other in of_all.items():
-        for name in sorted(first.styles.keys() | other.styles.keys()):
-            here, there = (given.styles.get(name, "replicate") for given in (first, other))
-            if here != there:
-                raise ValueError(
-                    f"the ranks of the mesh give different styles: {name} is {here!r} on rank {one}, but {there!r} on "
-                    f"rank {rank}"
-                )
+    _check_tables({rank: of.config for rank, of in of_all.items()}, "not there", "models of different configs")
+    _check_tables({rank: of.styles for rank, of in of_all.items()}, "'replicate'", "different styles")
     different = [
         name for name, *own in zip(params, *(of.bits for of in of_all.values()), strict=True) if len(set(own)) > 1
     ]
@@ -94,6 +79,16 @@ def check_same(
             f"build the model from one seed or one checkpoint on all of them"
         )
     return styles
+
+
+def _check_tables(of_all: Mapping[int, Mapping[str, str]], without: str, told: str) -> None:
+    """Each rank's words by names are the first one's. `without`: the words of a name that is not there."""
+    one, first = next(iter(of_all.items()))
+    for rank, other in of_all.items():
+        for name in sorted(first.keys() | other.keys()):
+            here, there = first.get(name, without), other.get(name, without)
+            if here != there:
+                raise ValueError(f"the ranks give {told}: {name} is {here} on rank {one}, but {there} on rank {rank}")
 
 
 def _entries_of(config: object) -> dict[str, str]:
