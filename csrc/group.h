@@ -170,7 +170,7 @@ class Group {
   // With new memory for `slots`; what a captured graph uses stays.
   void allocate(size_t slot_bytes);
   size_t peer_bytes() const;  // of all such memory
-  // When eager operations have ended, or one has been given up: nothing that was enqueued writes to peers any more.
+  // Returns when operations have ended, or one has been given up: nothing that was enqueued writes to peers any more.
   void finish();
   // The peers' memory is no longer mapped here, unless for graphs that were captured. After `finish`.
   void disconnect();

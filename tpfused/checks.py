@@ -4,6 +4,8 @@ numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 import torch
 from torch import Tensor
 
@@ -21,11 +23,17 @@ def check_activation(activation: str | None, what: str = "activation") -> None:
         raise ValueError(f"{what} must be one of {known}, not {activation!r}")
 
 
-def check_booleans(**arguments: object) -> None:
+def check_boolean(value: bool, what: str) -> None:
     """Refuse what is neither True nor False: "no" would count as yes."""
-    for name, value in arguments.items():
-        if not isinstance(value, bool):
-            raise TypeError(f"{name} must be True or False, not {value!r}")
+    if not isinstance(value, bool):
+        raise TypeError(f"{what} must be True or False, not {value!r}")
+
+
+def check_booleans(annotated: Callable, values: Mapping[str, object]) -> None:
+    """`check_boolean` of all that a function (`values`: its `locals()`) or a dataclass declares as bool."""
+    for name, kind in annotated.__annotations__.items():
+        if kind == "bool":  # in words, where annotations are postponed
+            check_boolean(values[name], name)
 
 
 def check_backend(backend: str | None) -> None:
@@ -34,15 +42,13 @@ def check_backend(backend: str | None) -> None:
 
 
 def check_dropout(dropout: float, what: str) -> None:
-    if not isinstance(dropout, int | float):
-        raise TypeError(f"{what} must be a number, not {dropout!r}")
+    check_number(dropout, what)
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"{what} must be in [0, 1), not {dropout}")
 
 
 def check_rope_theta(theta: float) -> None:
-    if not isinstance(theta, int | float) or isinstance(theta, bool):
-        raise TypeError(f"rope_theta must be a number, not {theta!r}")
+    check_number(theta, "rope_theta")
     if not 0 < theta < float("inf"):
         raise ValueError(f"rope_theta must be positive and finite, not {theta}")
 

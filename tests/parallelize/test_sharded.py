@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 import re
 from pathlib import Path
 from unittest import mock
@@ -269,58 +268,6 @@ def test_names_as_published_checkpoints_have_them(workers, folder):
     assert workers.run(check_names, published, "gpt2")[0] == expected
 
 
-def check_transformers_loads(ctx, folder, name):
-    """Transformers' own `from_pretrained` loads the shards, and this package's layers compute."""
-    import transformers
-    from transformers.distributed.configuration_utils import DistributedConfig
-
-    from tpfused.layers.linear import ColumnParallelLinear
-    from tpfused.parallel.styles import tp_plan
-
-    with torch.device("meta"):
-        skeleton = build(name)
-    kind = getattr(transformers, type(skeleton).__name__)
-    distributed = DistributedConfig(tp_size=ctx.world, tp_plan=tp_plan(skeleton))
-    with mock.patch.dict(os.environ, LOCAL_RANK=str(ctx.rank)):
-        model = kind.from_pretrained(folder / name, distributed_config=distributed).eval()
-    assert type(model.model.layers[0].mlp.up_proj) is ColumnParallelLinear
-    assert model.model.layers[0].mlp.up_proj.weight.to_local().shape[0] < model.config.intermediate_size
-    dense = kind.from_pretrained(folder / name).to(ctx.device).eval()
-    torch.manual_seed(4)
-    ids, _ = random_ids(dense, ctx.device)
-    torch.testing.assert_close(model(ids).logits, dense(ids).logits, rtol=1e-4, atol=1e-5)
-    options = {"max_new_tokens": 6, "do_sample": False, "attention_mask": torch.ones_like(ids)}
-    assert torch.equal(model.generate(ids, **options), dense.generate(ids, **options))
-    tied = model.lm_head.weight is model.model.embed_tokens.weight
-    assert tied == model.config.tie_word_embeddings
-
-
-def check_transformers_cannot(ctx):
-    from tpfused.parallel.styles import tp_plan
-
-    with torch.device("meta"):
-        gpt2, bert = build("gpt2"), build("bert")
-    with refuses(ValueError, "transformer.h.0.attn.c_attn", "fused_qkv", "load_sharded"):
-        tp_plan(gpt2)
-    with refuses(ValueError, "cls.predictions.decoder shares", "load_sharded"):
-        tp_plan(bert)
-
-
-@pytest.mark.parametrize("name", ["llama", "mistral", "qwen2", "qwen3"])
-def test_transformers_from_pretrained(workers, tmp_path, name):
-    pytest.importorskip("transformers.distributed.tensor_parallel")
-    pytest.importorskip("accelerate")  # transformers asks for it
-    if workers.world > 1:
-        torch.manual_seed(11)
-        build(name).save_pretrained(tmp_path / name, max_shard_size="20KB")
-        workers.run(check_transformers_loads, tmp_path, name)
-
-
-def test_what_transformers_from_pretrained_cannot_load(workers):
-    pytest.importorskip("transformers.distributed.tensor_parallel")
-    workers.run(check_transformers_cannot)
-
-
 class Computing(torch.nn.Sequential):
     """Fills what its modules have, as transformers' models do."""
 
@@ -452,41 +399,3 @@ def check_metadata(ctx, folder, out):
     tpfused.save_sharded(model, out)
     with safe_open(out / sharded.SINGLE, framework="pt") as file:
         assert file.metadata() == {"format": "pt"}
-
-
-def check_config(ctx, tp, plain, out):
-    """What is written is what transformers would write of the dense model; the model's own config stays."""
-    import transformers
-
-    with torch.device("meta"):
-        model = build("llama").to(torch.bfloat16)
-    model.config.dtype = torch.float32  # of what it was made from
-    tpfused.parallelize(model, ctx.mesh(tp))
-    fully_shard(model, mesh=ctx.grid(tp)["dp"])
-    tpfused.load_sharded(model, plain)
-    before = model.config.to_dict()
-    tpfused.save_sharded(model, out)
-    assert model.config.to_dict() == before and model.config.dtype == torch.float32
-    if ctx.rank == 0:
-        for name in ("config.json", "generation_config.json"):
-            assert json.loads((out / name).read_text()) == json.loads((plain / name).read_text())
-        for options in ({}, {"dtype": "auto"}):
-            loaded = transformers.AutoModelForCausalLM.from_pretrained(out, **options)
-            assert {param.dtype for param in loaded.parameters()} == {torch.bfloat16}
-        assert loaded.config.architectures == ["LlamaForCausalLM"] == [type(loaded).__name__]
-
-
-def test_a_config_has_the_dtype_and_the_class_of_its_model(workers, tmp_path):
-    build("llama").to(torch.bfloat16).save_pretrained(tmp_path / "plain")
-    workers.run(check_config, min(2, workers.world), tmp_path / "plain", tmp_path / "out")
-
-
-def check_wrapped_config(ctx, out):
-    for name, wrap in ("compiled", torch.compile), ("ddp", torch.nn.parallel.DistributedDataParallel):
-        tpfused.save_sharded(wrap(build("llama").to(ctx.device)), out / name)
-        written = json.loads((out / name / "config.json").read_text())
-        assert written["architectures"] == ["LlamaForCausalLM"] and written["dtype"] == "float32"
-
-
-def test_wrappers_leave_no_trace_in_a_config(workers, tmp_path):
-    workers.run(check_wrapped_config, tmp_path)

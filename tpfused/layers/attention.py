@@ -76,13 +76,7 @@ class ParallelAttention(nn.Module):
         device=None,
         dtype=None,
     ):
-        checks.check_booleans(
-            bias=bias,
-            causal=causal,
-            sequence_parallel=sequence_parallel,
-            accumulate_main_grad=accumulate_main_grad,
-            save_gathered=save_gathered,
-        )
+        checks.check_booleans(ParallelAttention.__init__, locals())
         super().__init__()
         self.group = resolve_group(group, mesh)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads

@@ -55,7 +55,7 @@ class VocabParallelEmbedding(ParallelModule):
         device=None,
         dtype=None,
     ):
-        checks.check_booleans(sequence_parallel=sequence_parallel, accumulate_main_grad=accumulate_main_grad)
+        checks.check_booleans(VocabParallelEmbedding.__init__, locals())
         super().__init__(group, mesh)
         check_size(num_embeddings, "num_embeddings")
         check_size(embedding_dim, "embedding_dim")

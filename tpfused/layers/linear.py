@@ -82,14 +82,7 @@ class ColumnParallelLinear(LinearParameters):
         device=None,
         dtype=None,
     ):
-        checks.check_booleans(
-            bias=bias,
-            gather_output=gather_output,
-            sequence_parallel=sequence_parallel,
-            skip_bias_add=skip_bias_add,
-            accumulate_main_grad=accumulate_main_grad,
-            save_gathered=save_gathered,
-        )
+        checks.check_booleans(ColumnParallelLinear.__init__, locals())
         checks.check_activation(activation)
         checks.check_backend(backend)
         checks.check_sequence_dim(sequence_dim)
@@ -260,13 +253,7 @@ class RowParallelLinear(LinearParameters):
         device=None,
         dtype=None,
     ):
-        checks.check_booleans(
-            bias=bias,
-            input_is_parallel=input_is_parallel,
-            sequence_parallel=sequence_parallel,
-            skip_bias_add=skip_bias_add,
-            accumulate_main_grad=accumulate_main_grad,
-        )
+        checks.check_booleans(RowParallelLinear.__init__, locals())
         checks.check_backend(backend)
         checks.check_sequence_dim(sequence_dim)
         super().__init__(

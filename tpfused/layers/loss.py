@@ -172,6 +172,6 @@ def _check_arguments(
         raise ValueError(f"reduction must be one of {', '.join(REDUCTIONS)}, not {reduction!r}")
     check_mode(check)
     checks.check_backend(backend)
-    checks.check_booleans(overwrite_logits=overwrite_logits)
+    checks.check_boolean(overwrite_logits, "overwrite_logits")
     if overwrite_logits and logits.is_leaf and logits.requires_grad:
         raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")

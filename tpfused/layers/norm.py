@@ -31,7 +31,7 @@ class Norm(ParallelModule):
         device=None,
         dtype=None,
     ):
-        checks.check_booleans(sequence_parallel=sequence_parallel)
+        checks.check_booleans(Norm.__init__, locals())
         super().__init__(group, mesh)
         check_size(hidden_size, "hidden_size")
         if kind not in KINDS:
@@ -68,7 +68,6 @@ class Norm(ParallelModule):
 
 
 def check_eps(eps: float, what: str) -> None:
-    if not isinstance(eps, int | float) or isinstance(eps, bool):
-        raise TypeError(f"{what} must be a number, not {eps!r}")
+    checks.check_number(eps, what)
     if not 0 <= eps < float("inf"):
         raise ValueError(f"{what} must be at least 0, and finite, not {eps}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -97,8 +97,7 @@ class TransformerConfig:
             TypeError: sizes that are not integers, probabilities that are not numbers, switches that are neither True
             nor False.
         """
-        switches = [field.name for field in fields(self) if field.type == "bool"]
-        checks.check_booleans(**{name: getattr(self, name) for name in switches})
+        checks.check_booleans(TransformerConfig, vars(self))
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
             check_size(getattr(self, name), name)
         _check_choice("positions", self.positions, ("learned", "rotary"))
