@@ -25,10 +25,13 @@ def some_sizes(ctx, rng):
 
 
 def memory_in_use(ctx):
-    """Bytes that torch has given out, and bytes that the device has not."""
+    """Bytes that torch has given out, and bytes that the device has not, while no rank is at work."""
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-    return torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    dist.barrier()
+    found = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    dist.barrier()
+    return found
 
 
 def check_mixed(ctx, steps, seed):
