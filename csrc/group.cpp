@@ -1,8 +1,6 @@
 #include "group.h"
 
-#include <cstdio>
 #include <cstring>
-#include <thread>
 
 #include "check.h"
 
@@ -55,13 +53,6 @@ void PeerMemory::disconnect() {
   }
 }
 
-std::vector<uint32_t> PeerMemory::all_words(cudaStream_t stream) const {
-  std::vector<uint32_t> found(words + small_flag_words + first_number);
-  cudaMemcpyAsync(found.data(), own_, found.size() * sizeof(uint32_t), cudaMemcpyDeviceToHost, stream);
-  cudaStreamSynchronize(stream);
-  return found;
-}
-
 uint32_t* PeerMemory::number_of_use(bool in_graph) {
   if (!in_graph) return local(first_number + numbers_[0]++ % eager_numbers);
   if (numbers_[1] == most_numbers) throw std::runtime_error("too many operations in CUDA graphs of one group");
@@ -107,6 +98,9 @@ Group::Group(int device, int rank, int size)
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check(cudaStreamCreateWithPriority(&transfers, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
   check(cudaStreamCreateWithPriority(&beside, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
+  for (cudaStream_t* stream : {&looking_stream_, &release_stream_}) {
+    check(cudaStreamCreateWithFlags(stream, cudaStreamNonBlocking), "cudaStreamCreate");
+  }
   marks_.resize(size, nullptr);
   for (cudaEvent_t& mark : marks_) check(cudaEventCreateWithFlags(&mark, cudaEventDisableTiming), "cudaEventCreate");
   small_sums_.create();
@@ -132,109 +126,6 @@ void Group::connect_nccl(const ncclUniqueId& id, int processors) {
   nccl_processors = processors;
 }
 
-bool Group::has_failed() {
-  std::lock_guard<std::mutex> lock(failure_mutex_);
-  return !failure_.empty();
-}
-
-void Group::check_alive() {
-  std::lock_guard<std::mutex> lock(failure_mutex_);
-  if (!failure_.empty()) throw std::runtime_error(failure_);
-}
-
-void Group::fail(const std::string& why) {
-  std::lock_guard<std::mutex> lock(failure_mutex_);
-  if (failure_.empty()) failure_ = why;
-}
-
-void Group::give_up(const std::string& operation, double seconds) {
-  std::string told = operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                     " has not ended after " + std::to_string(static_cast<int>(seconds)) + " s" + release();
-  fail(told);
-  std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
-  abort_nccl();
-}
-
-std::string Group::release() {
-  std::string told;
-  if (released_.exchange(true)) return told;  // twice as far ahead would be behind what is waited for
-  replays_->given_up = 1;
-  cudaStream_t stream = nullptr;  // the waiting ones are busy
-  if (peers && cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) == cudaSuccess) {
-    std::vector<uint32_t> words = peers->all_words(stream);
-    told = missing(words, stream);
-    words.resize(PeerMemory::words);
-    for (uint32_t& word : words) word += 1u << 30;  // beyond whatever is waited for
-    cudaMemcpyAsync(peers->arrived(rank, 0, 0), words.data(), words.size() * sizeof(uint32_t), cudaMemcpyHostToDevice,
-                    stream);
-    cudaStreamSynchronize(stream);
-    cudaStreamDestroy(stream);
-  }
-  return told;
-}
-
-uint32_t Group::first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived) {
-  if (peers->by_device) {  // whose own count does not tell which block it waits for: the first, at least
-    uint32_t uses = words[peers->counter(slot) - peers->arrived(rank, 0, 0)];
-    uint32_t first = uses ? (uses - 1) * whole + 1 : arrived;
-    return static_cast<int32_t>(first - arrived) > 0 ? first : arrived;
-  }
-  std::lock_guard<std::mutex> lock(awaited_mutex_);
-  for (uint32_t count : awaited_[slot * size + peer]) {
-    if (static_cast<int32_t>(count - arrived) > 0) return count;
-  }
-  return arrived;
-}
-
-std::string Group::missing(const std::vector<uint32_t>& words, cudaStream_t stream) {
-  const uint32_t* first = peers->arrived(rank, 0, 0);
-  std::string told;
-  // Of all uses of slots, in the order in which operations take them, the first that waits is what the others wait for.
-  uint32_t oldest = UINT32_MAX;
-  for (int slot = 0; slot < PeerMemory::slots; ++slot) {
-    for (int peer = 0; peer < size; ++peer) {
-      if (peer == rank) continue;
-      uint32_t arrived = words[peers->arrived(rank, slot, peer) - first];
-      uint32_t awaited = first_awaited(slot, peer, words, arrived);
-      if (awaited == arrived) continue;
-      uint32_t use = (awaited - 1) / whole * PeerMemory::slots + slot;
-      if (use > oldest) continue;
-      if (use < oldest) told.clear();
-      oldest = use;
-      const std::string rows = "rank " + std::to_string(peer) + "'s rows";
-      bool in_blocks = awaited % whole && !peers->by_device;
-      told += in_blocks ? "; block " + std::to_string(awaited % whole) + " of " + rows + " has not arrived"
-                        : "; " + rows + " have not arrived";
-    }
-  }
-  if (!told.empty()) return told;
-  // The number of a small sum is in a flag of each peer, or in its words.
-  uint32_t sum = words[peers->small_counter() - first];
-  for (int peer = 0; peer < size; ++peer) {
-    if (peer == rank) continue;
-    const uint32_t* flags = peers->small_flags(rank) + sum % 2 * 2 * most_ranks * PeerMemory::small_blocks;
-    const char* tiny_words = peers->tiny(rank) + (sum % 2 * size + peer) * PeerMemory::tiny_bytes;
-    uint32_t tiny = 0;
-    cudaMemcpyAsync(&tiny, tiny_words + sizeof tiny, sizeof tiny, cudaMemcpyDeviceToHost, stream);
-    cudaStreamSynchronize(stream);
-    bool arrived = words[flags - first + peer * PeerMemory::small_blocks] == sum || tiny == sum;
-    if (!arrived) told += "; rank " + std::to_string(peer) + "'s part has not arrived";
-  }
-  return told;
-}
-
-void Group::abort_nccl() {
-  ncclComm_t aborted = nccl.exchange(nullptr);
-  if (!aborted) return;
-  auto abort = [aborted, device = device] {
-    cudaSetDevice(device);
-    ncclCommAbort(aborted);
-  };
-  // NCCL ends its kernels at once, but returns only when no CUDA graph that holds one is left.
-  if (captured_) return std::thread(abort).detach();
-  abort();
-}
-
 Group::~Group() {
   int previous = 0;
   cudaGetDevice(&previous);
@@ -252,8 +143,9 @@ Group::~Group() {
   }
   small_sums_.destroy();
   counts_.destroy();
-  if (transfers) cudaStreamDestroy(transfers);
-  if (beside) cudaStreamDestroy(beside);
+  for (cudaStream_t stream : {transfers, beside, looking_stream_, release_stream_}) {
+    if (stream) cudaStreamDestroy(stream);
+  }
   cudaSetDevice(previous);
 }
 
@@ -322,16 +214,6 @@ size_t Group::peer_bytes() const {
   size_t bytes = peers ? peers->bytes() : 0;
   for (const auto& kept : kept_) bytes += kept->bytes();
   return bytes;
-}
-
-void Group::finish() {
-  if (has_failed()) {  // a part of an operation may be enqueued that nobody watches
-    release();
-    abort_nccl();
-  } else {
-    watchdog->finish();
-  }
-  for (cudaStream_t stream : {transfers, beside}) cudaStreamSynchronize(stream);
 }
 
 void Group::disconnect() {

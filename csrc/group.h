@@ -8,6 +8,7 @@
 #include <atomic>
 #include <cstdint>
 #include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
 #include <string>
@@ -77,7 +78,11 @@ class PeerMemory {
   uint32_t* counter(int slot) const { return local(slot); }
   uint32_t* number_of_use(bool in_graph);  // a graph's is its own for ever
 
-  std::vector<uint32_t> all_words(cudaStream_t stream) const;  // from the first `arrived` on, without uses' numbers
+  struct Seen {
+    std::vector<uint32_t> words;  // from the first `arrived` on, without uses' numbers
+    std::vector<uint32_t> tiny;   // of the two areas of tiny sums, the number of each rank's last
+  };
+  Seen look(cudaStream_t stream) const;
 
   bool by_device = false;  // whether the GPU keeps the counts, as it does from the first capture on
 
@@ -194,11 +199,12 @@ class Group {
  private:
   // Says who is missing, and releases what waits for them.
   void give_up(const std::string& operation, double seconds);
-  // Lets everything on this rank's streams go on, so that the GPU and its process can. -> what it waits for.
-  std::string release();
+  // Which peers this rank waits for, and for what; or why that can't be seen.
+  std::string look();
+  std::string missing(const PeerMemory::Seen& seen);  // as far as the words in its memory tell
+  // Lets everything on this rank's streams go on, so that the GPU and its process can.
+  void release();
   bool has_failed();
-  // Which peers this rank waits for, and for what, as far as the words in its memory tell.
-  std::string missing(const std::vector<uint32_t>& words, cudaStream_t stream);
   uint32_t first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived);
   void abort_nccl();
   void count_on_device();                  // from now on
@@ -208,7 +214,7 @@ class Group {
   void gather_writes(const Words& words, Use use, uint32_t blocks);  // which `operations_` then enqueues as one call
 
   MemoryOperations operations_;
-  uint32_t uses_ = 0;
+  std::atomic<uint32_t> uses_{0};
   unsigned long long capture_ = 0;                 // the number of the capture that is under way, or 0
   std::atomic<bool> captured_{false};              // whether a graph has ever been
   cudaStream_t caller_ = nullptr;                  // of the operation that is being enqueued
@@ -220,6 +226,8 @@ class Group {
   std::vector<std::deque<uint32_t>> awaited_;      // of each slot and peer, the counts that were waited for, in order
   std::mutex awaited_mutex_;
   std::atomic<bool> released_{false};
+  cudaStream_t looking_stream_ = nullptr, release_stream_ = nullptr;  // made before they are needed: see time_out.cpp
+  std::future<PeerMemory::Seen> looking_;
   std::mutex failure_mutex_;
   std::string failure_;
   std::vector<cudaEvent_t> marks_;

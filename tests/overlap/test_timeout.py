@@ -65,6 +65,29 @@ def check_missing_rank(ctx, name, what, replayed):
         dist.destroy_process_group(group)
 
 
+def check_memory_freed_meanwhile(ctx, name):
+    communicator.set_timeout(20)
+    torch.manual_seed(0)
+    group, case = dist.new_group(), Case(ctx, *CASES["copied rows"][:4])
+
+    def operate():
+        unused = torch.empty(2**26, dtype=torch.uint8, device=ctx.device)
+        case.run(group)
+        del unused
+        torch.cuda.empty_cache()  # waits for the GPU, and most of CUDA's functions for it
+
+    with tier(name):
+        case.run(group)
+        finish_together(group)
+        if ctx.rank == ctx.world - 1:
+            time.sleep(6)
+        else:
+            told = f"has not ended after \\d s; which ranks are missing can't be seen|{ROWS.format(ctx.world - 1)}"
+            assert_given_up(told, operate, partial(case.run, group))
+        dist.barrier()
+        dist.destroy_process_group(group)
+
+
 def check_group_destroyed_meanwhile(ctx, name):
     communicator.set_timeout(20)
     torch.manual_seed(0)
@@ -109,6 +132,12 @@ def test_a_dead_rank_leaves_no_other_waiting(ranks, name):
         ranks.run(check_dead_rank, name, timeout=60)
     # The others got their error, and answered, within the few seconds that the pool then gives them.
     assert not re.search(r"ranks? [\d, ]+ of \d+ (raised|had not)", str(failure.value)), failure.value
+
+
+@on_gpus
+@tiers
+def test_memory_is_freed_while_an_operation_waits(ranks, name):
+    ranks.run(check_memory_freed_meanwhile, name, timeout=30)
 
 
 @on_gpus
