@@ -34,6 +34,10 @@ cublasLtEpilogue_t epilogue_of(const Product& product) {
 
 }  // namespace
 
+// Each product is done by cuBLASLt's first algorithm. Timed in turn with others, another of its first eight took 0.92
+// to 0.98 of that one's time for weights' gradients of Llama 3 and GPT-3 layers (H200, cuBLAS 13); but each alone for
+// 150 ms, at the clock that its own power leaves, none took less than 0.98, and most 1.0 to 1.1.
+//
 // cuBLASLt counts columns first: a row-major matrix is its transpose there. So y' = b' a', and "first" is b.
 struct Matmul::Plan {
   cublasLtMatmulDesc_t operation = nullptr;
