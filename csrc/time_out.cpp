@@ -148,9 +148,8 @@ void Group::finish() {
   if (has_failed()) {  // a part of an operation may be enqueued that nobody watches
     release();
     abort_nccl();
-  } else {
-    watchdog->finish();
   }
+  watchdog->finish();
   for (cudaStream_t stream : {transfers, beside}) cudaStreamSynchronize(stream);
   if (looking_.valid()) looking_.wait();
 }

@@ -127,7 +127,7 @@ void Watchdog::watch() {
     }
     // Operations of one group rarely overlap, so the oldest is the one that others wait for.
     Watched& oldest = watched_.front();
-    if (cudaEventQuery(oldest.ended) == cudaSuccess) {
+    if (cudaEventQuery(oldest.ended) != cudaErrorNotReady) {  // ended, or lost with all else on the GPU
       forget_oldest();
       continue;
     }
