@@ -5,10 +5,13 @@ Ranks are named by their numbers in the default group, whatever the group that t
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
 import torch.distributed as dist
+
+from tpfused.group import exists
 
 T = TypeVar("T")
 # Ranks that hear of an exception raise one of these of its kinds; RuntimeError for others, which may take other
@@ -87,6 +90,35 @@ def by_rank(value: T, group: dist.ProcessGroup, call: str = "") -> dict[int, T]:
             f"over the same ranks (by parallelize, say, on each of them)"
         )
     return {rank: each.value for rank, each in zip(ranks, sent, strict=True)}
+
+
+def meet(group: dist.ProcessGroup, what: str, seconds: float) -> None:
+    """Wait until all ranks of the group are here, before exchanges whose own time-out names no rank.
+
+    Through the group's store: no collective is left half done, and no GPU takes part. The n-th meeting of one rank is
+    the n-th of all.
+
+    Raises:
+        RuntimeError: some have not come after so many `seconds`; names them, by their numbers in the group, and `what`.
+    """
+    for gone in [known for known in _meetings if not exists(known)]:
+        del _meetings[gone]
+    number = _meetings[group] = _meetings.get(group, 0) + 1
+    store, rank, size = dist.distributed_c10d._get_process_group_store(group), dist.get_rank(group), group.size()
+    came = [f"tpfused/meeting {number}/{each}" for each in range(size)]
+    store.set(came[rank], "")
+    deadline, pause = time.monotonic() + seconds, 1e-3
+    while not store.check(came):
+        if time.monotonic() > deadline:
+            missing = ", ".join(f"rank {each}" for each, key in enumerate(came) if not store.check([key]))
+            raise RuntimeError(f"{what} on rank {rank} of {size}: not called after {seconds:g} s by {missing}")
+        time.sleep(pause)
+        pause = min(2 * pause, 0.05)
+    if number > 1:  # which all ranks have left, as they are in this one
+        store.delete_key(f"tpfused/meeting {number - 1}/{rank}")
+
+
+_meetings: dict[dist.ProcessGroup, int] = {}  # how many each group has had
 
 
 def told(failure: Exception | None) -> Failure | None:

@@ -169,7 +169,7 @@ def stand_in() -> Iterator[None]:
     """Operations on CPU tensors find the stand-in, and have its tiers."""
     made = {}
 
-    def place_of(group, device, capturing):
+    def place_of(group, device, capturing, operation):
         communicator = made.setdefault(group.process_group, Communicator(group))
         return choice._Place(communicator, Communicator.tiers, "stand-in")
 

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from tests.distributed import Workers
 from tpfused.explanation import Choice, Explanation, explain
 from tpfused.group import TPGroup, resolve_group, with_replicas
-from tpfused.overlap import choice, measure, saved
+from tpfused.overlap import choice, communicator, measure, saved
 from tpfused.overlap.choice import bucket, choose
 from tpfused.overlap.tiers import tier
 
@@ -167,6 +167,33 @@ def test_what_fails_on_one_rank_is_used_on_none(workers, tmp_path):
     workers.run(check_failures, tmp_path)
     ((_, cases),) = saved_in(tmp_path).items()
     assert list(cases) == ["five bfloat16 1024 64 32"]  # with more memory, say, the others may work
+
+
+def check_absent_ranks(ctx, folder):
+    process_group = dist.new_group()
+    group, absent = resolve_group(process_group), ctx.rank % 2
+    with fakes(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(communicator, "_timeout", 0.3)
+
+        def op(rows):
+            return choose("op", group, torch.zeros(1, dtype=torch.bfloat16), (rows, 64, 32), Attempts())
+
+        told = f"on rank {ctx.rank} of 4: not called after 0.3 s by rank 1, rank 3"
+        if not absent:
+            with pytest.raises(RuntimeError, match=f"op, the group's first overlapped operation, {told}"):
+                op(1000)
+        dist.destroy_process_group(process_group)
+        process_group = dist.new_group()
+        group = resolve_group(process_group)
+        assert op(1000)[1] == "p2p" and op(1024)[1] == "p2p"
+        if not absent:
+            with pytest.raises(RuntimeError, match=f"op bfloat16 3000 64 32 {told}"):
+                op(3000)
+        dist.destroy_process_group(process_group)
+
+
+def test_ranks_that_do_not_come_to_a_new_size_are_named(workers, tmp_path):
+    workers.run(check_absent_ranks, tmp_path)
 
 
 def check_places(ctx, folder):

@@ -99,9 +99,9 @@ def check_no_nccl(ctx, step, unlucky):
         made = communicator.communicator_of(group, DEVICE)
         for _ in range(2):
             with pytest.raises(RuntimeError, match=f"rank {rank} could not make an NCCL communicator: no NCCL"):
-                made.connect_nccl()
+                made.connect_nccl("op")
         setattr(module, step, Mock(return_value=b"7"))
-        made.connect_nccl()
+        made.connect_nccl("op")
 
 
 @pytest.mark.parametrize("step, unlucky", [("nccl_unique_id", 0), ("group_connect_nccl", 0), ("group_connect_nccl", 1)])

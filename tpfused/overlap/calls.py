@@ -200,9 +200,9 @@ def _run(
     (communicator, tier), x = link, _aligned(x)
     dtype, itemsize, device = x.dtype, x.element_size(), x.get_device()
     if tier == "nccl":
-        communicator.connect_nccl()
+        communicator.connect_nccl(operation)
     else:
-        communicator.reserve(slot * itemsize)
+        communicator.reserve(slot * itemsize, operation)
     communicator.set_deterministic(exact[-1])
     stream = torch._C._cuda_getCurrentRawStream(device)
     kind = TF32 if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[dtype]

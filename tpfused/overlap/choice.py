@@ -24,7 +24,15 @@ from tpfused.agreement import by_rank
 from tpfused.explanation import Choice, size_text
 from tpfused.group import TPGroup, exists
 from tpfused.overlap import saved
-from tpfused.overlap.communicator import TYPES, Communicator, Shape, check_agreement, communicator_of, exchange
+from tpfused.overlap.communicator import (
+    TYPES,
+    Communicator,
+    Shape,
+    check_agreement,
+    communicator_of,
+    exchange,
+    meet_for,
+)
 from tpfused.overlap.measure import fastest, measure
 from tpfused.overlap.tiers import PLAIN, TIERS, exact, wanted, why_invalid
 
@@ -137,7 +145,7 @@ def _settled(
         return _Place(), "reference", why_plain
     if name in PLAIN:
         return _Place(), "reference", "forced"
-    place = _place_of(group, x.device, capturing)
+    place = _place_of(group, x.device, capturing, operation)
     if name in TIERS and name not in place.tiers:
         why_none = f" ({place.why_none})" if place.why_none else ""
         raise ValueError(f"tier {name!r} is not to be had in this group, only {(*place.tiers, 'reference')}{why_none}")
@@ -175,6 +183,7 @@ def _agreed(
     """The fastest tier, why, and the times: those that are kept, or new ones. `call` is the case with its rows as they
     are, in which the ranks must agree as well."""
     is_first = group.rank == 0
+    meet_for(call, group.process_group)
     kept = saved.load().get(place.name, {}).get(case) if is_first else None
     calls, (us, *_) = zip(*exchange((call, kept), group.process_group), strict=True)
     if len(set(calls)) > 1:
@@ -189,11 +198,12 @@ def _agreed(
     return fastest(us), "; ".join(["measured", *(f"{tier} failed on {what}" for tier, what in failures.items())]), us
 
 
-def _place_of(group: TPGroup, device: torch.device, capturing: bool) -> _Place:
+def _place_of(group: TPGroup, device: torch.device, capturing: bool, operation: str) -> _Place:
     key = group.process_group, device
     if key not in _places:
         if capturing:
             return _Place(why_none="its first operation was captured in a CUDA graph: run one before")
+        meet_for(f"{operation}, the group's first overlapped operation,", group.process_group)
         _places[key] = _look_around(group, device)
     return _places[key]
 

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from tpfused import extension
-from tpfused.agreement import attempt, by_rank
+from tpfused.agreement import attempt, by_rank, meet
 from tpfused.explanation import size_text
 from tpfused.group import TPGroup, exists
 
@@ -53,11 +53,11 @@ class Communicator:
         else:
             self._warn_of_nccl("they do not reach each other's memory")
 
-    def connect_nccl(self) -> None:
-        """An NCCL communicator for the NCCL tier, made once. All ranks together.
+    def connect_nccl(self, operation: str) -> None:
+        """An NCCL communicator for the NCCL tier, made once. All ranks together, in that operation.
 
         Raises:
-            RuntimeError: on all ranks, where one could not make it, or a CUDA graph is being captured.
+            RuntimeError: on all ranks, where one could not make it or did not come, or a CUDA graph is being captured.
         """
         if self._has_nccl:
             return
@@ -65,6 +65,7 @@ class Communicator:
             raise RuntimeError(
                 "a CUDA graph can't be captured of NCCL's first operation: run it once before the capture"
             )
+        meet_for(operation, self.process_group)
         unique_id, failure = attempt(self.module.nccl_unique_id) if self.rank == 0 else (None, None)
         (unique_id, *_) = exchange(unique_id, self.process_group)
         if unique_id is not None:
@@ -87,8 +88,8 @@ class Communicator:
             self.module.group_destroy(self.handle)
             self.handle = 0
 
-    def reserve(self, slot_bytes: int) -> None:
-        """Peers' buffers of at least this size. All ranks ask for the same, in the same order."""
+    def reserve(self, slot_bytes: int, operation: str) -> None:
+        """Peers' buffers of at least this size. All ranks ask for the same, in the same operations."""
         if slot_bytes <= self._slot_bytes:
             return
         if torch.cuda.is_current_stream_capturing():
@@ -96,6 +97,7 @@ class Communicator:
                 f"a CUDA graph can't be captured of an operation that needs {slot_bytes} bytes of memory for its peers "
                 f"to write, while there are {self._slot_bytes}: run it once before the capture"
             )
+        meet_for(operation, self.process_group)
         if not self._grow(rounded_up(slot_bytes)):
             raise RuntimeError(f"a rank could not get {slot_bytes / 2**20:.0f} MiB of memory for its peers to write")
 
@@ -160,8 +162,9 @@ def set_timeout(seconds: float) -> None:
     """How long an overlapped operation may wait for other ranks, once the GPU has come to it; 600 s if not set.
 
     One that waits longer is given up: a line on stderr names the operation and the ranks that are missing, the GPU goes
-    on, and the group's next operation raises RuntimeError. The plain path, as on a CPU, has the time-out of torch's
-    process group instead: ``init_process_group(timeout=...)``.
+    on, and the group's next operation raises RuntimeError. Where the ranks have to meet before an operation (a group's
+    first one, a size that is new), that one raises it. The plain path, as on a CPU, has the time-out of torch's process
+    group instead: ``init_process_group(timeout=...)``.
 
     Raises:
         TypeError: it is not a number.
@@ -202,6 +205,11 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
 
 
 _communicators: dict[tuple[dist.ProcessGroup, torch.device], Communicator | None] = {}
+
+
+def meet_for(operation: str, process_group: dist.ProcessGroup) -> None:
+    """`meet` before the ranks' exchanges for that operation, as long as an operation may take."""
+    meet(process_group, operation, _timeout)
 
 
 def check_agreement(group: TPGroup, operation: str, shape: Shape, dtype: torch.dtype, tier: str) -> None:
