@@ -154,10 +154,10 @@ class Communicator:
     def __init__(self, tp: TPGroup):
         self.module, self.rank, self.size = Module(tp), tp.rank, tp.size
 
-    def reserve(self, slot_bytes: int) -> None:
+    def reserve(self, slot_bytes: int, operation: str) -> None:
         assert slot_bytes >= 0
 
-    def connect_nccl(self) -> None:
+    def connect_nccl(self, operation: str) -> None:
         pass
 
     def set_deterministic(self, wanted: bool) -> None:

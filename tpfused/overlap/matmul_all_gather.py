@@ -13,7 +13,7 @@ from tpfused.group import TPGroup
 from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
 from tpfused.overlap.operators import Needs, Operation
-from tpfused.overlap.plain import act_gradient, linear_act
+from tpfused.overlap.plain import act_gradient, activate, linear_act
 from tpfused.overlap.plans import Call, Plan, all_features, look_up, plan_of, to_rows
 from tpfused.sharding import padded_shard_size, shard_range
 
@@ -62,8 +62,8 @@ def matmul_all_gather(
 ) -> Tensor:
     """All ranks' output features of a column-parallel layer, on every rank. Differentiable.
 
-    A finished block of rows is gathered while the next is multiplied (erf GELU and silu, which no epilogue of cuBLASLt
-    has, are gathered afterwards). Arguments and errors as `column_matmul`.
+    A finished block of rows is gathered while the next is multiplied. (erf GELU and silu, which no epilogue of cuBLASLt
+    has, are applied to all features afterwards.) Arguments and errors as `column_matmul`.
 
     Args:
         out_features: of all ranks, where they do not divide evenly: they are split like `torch.chunk`.
@@ -139,19 +139,21 @@ class _MatmulAllGather(_ColumnMatmul):
     attempt = Operation.attempt
 
     def forward(self, chosen, plan, training, x, weights, biases):
-        if chosen is None or not _by_epilogue(plan, x):
+        if chosen is None:
             (y,), pres = super().forward(chosen, plan, training, x, weights, biases)
             return [all_gather(y, 1, plan.outputs, plan.tp)], pres
         (weight,), (bias,), keeps_pre = weights, biases, training and plan.keeps_pre
-        epilogue = {"relu": calls.RELU, "gelu_tanh": calls.GELU_TANH}.get(plan.activation, 0)
+        epilogue = _epilogue(plan, x)
         y, pre = calls.matmul_all_gather(chosen, plan, x, weight, bias, epilogue, keeps_pre)
+        if plan.activation and not epilogue:
+            pre = to_rows(y)[:, _own(plan)].contiguous() if keeps_pre else None
+            y = activate(y, plan.activation)
         return [y], [pre] if keeps_pre else []
 
     def backward(self, chosen, plan, needs, grads, x, weights, kept):
-        own = slice(*shard_range(plan.outputs, plan.tp.size, plan.tp.rank))
         if plan.activation == "relu":
-            kept = [kept[0][:, own].contiguous()]
-        return super().backward(chosen, plan, needs, [grads[0][:, own]], x, weights, kept)
+            kept = [kept[0][:, _own(plan)].contiguous()]
+        return super().backward(chosen, plan, needs, [grads[0][:, _own(plan)]], x, weights, kept)
 
     def plain(self, plan, dim, x, weights, biases):
         return [
@@ -164,13 +166,18 @@ class _MatmulAllGather(_ColumnMatmul):
         return plan.total, plan.outputs
 
 
-def _by_epilogue(plan: Plan, x: Tensor) -> bool:
-    """Whether the matmul can apply the activation on every rank: cuBLASLt writes a pre-activation in 16 bits and whole
-    16 bytes."""
-    if plan.activation == "gelu_tanh":
-        features = plan.outputs, padded_shard_size(plan.outputs, plan.tp.size)
-        return x.element_size() == 2 and all(n % 8 == 0 for n in features)
-    return plan.activation in (None, "relu")
+def _own(plan: Plan) -> slice:
+    """This rank's of all features."""
+    return slice(*shard_range(plan.outputs, plan.tp.size, plan.tp.rank))
+
+
+def _epilogue(plan: Plan, x: Tensor) -> int:
+    """What the matmul itself can apply on every rank: cuBLASLt writes a pre-activation in 16 bits and whole 16 bytes
+    only."""
+    if plan.activation != "gelu_tanh":
+        return calls.RELU if plan.activation == "relu" else 0
+    features = plan.outputs, padded_shard_size(plan.outputs, plan.tp.size)
+    return calls.GELU_TANH if x.element_size() == 2 and all(n % 8 == 0 for n in features) else 0
 
 
 _COLUMN_MATMUL, _MATMUL_ALL_GATHER = _ColumnMatmul(), _MatmulAllGather()
