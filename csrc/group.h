@@ -198,7 +198,7 @@ class Group {
 
  private:
   // Says who is missing, and releases what waits for them.
-  void give_up(const std::string& operation, double seconds);
+  void give_up(const std::string& operation, const std::string& why);
   // Which peers this rank waits for, and for what; or why that can't be seen.
   std::string look();
   std::string missing(const PeerMemory::Seen& seen);  // as far as the words in its memory tell
@@ -206,6 +206,7 @@ class Group {
   void release();
   bool has_failed();
   uint32_t first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived);
+  std::string nccl_failure();  // what it has found wrong by itself, a peer that died or a link that broke; or empty
   void abort_nccl();
   void count_on_device();                  // from now on
   void tell_emptied(cudaStream_t stream);  // all that the operation has used
@@ -225,6 +226,7 @@ class Group {
   uint32_t* replayed_ = nullptr;                   // its counts on the GPU
   std::vector<std::deque<uint32_t>> awaited_;      // of each slot and peer, the counts that were waited for, in order
   std::mutex awaited_mutex_;
+  std::mutex nccl_mutex_;  // held while it is asked: it must not be destroyed meanwhile
   std::atomic<bool> released_{false};
   cudaStream_t looking_stream_ = nullptr, release_stream_ = nullptr;  // made before they are needed: see time_out.cpp
   std::future<PeerMemory::Seen> looking_;

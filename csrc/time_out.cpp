@@ -1,4 +1,4 @@
-// How a group gives up an operation that has not ended in time.
+// How a group gives up an operation that has not ended in time, or under which NCCL has failed.
 //
 // It has to go without most of CUDA's functions: while another thread frees memory, which waits for the GPU, and so for
 // that very operation, they wait for that thread (seen of copies, kernel launches and new streams, with driver 580; not
@@ -33,9 +33,9 @@ void Group::fail(const std::string& why) {
   if (failure_.empty()) failure_ = why;
 }
 
-void Group::give_up(const std::string& operation, double seconds) {
-  std::string told = operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) +
-                     " has not ended after " + std::to_string(static_cast<int>(seconds)) + " s" + look();
+void Group::give_up(const std::string& operation, const std::string& why) {
+  std::string told =
+      operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) + " " + why + look();
   release();
   fail(told);
   std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
@@ -132,8 +132,20 @@ std::string Group::missing(const PeerMemory::Seen& seen) {
   return told;
 }
 
+std::string Group::nccl_failure() {
+  std::lock_guard<std::mutex> lock(nccl_mutex_);
+  ncclResult_t state = ncclSuccess;
+  if (!nccl || ncclCommGetAsyncError(nccl, &state) != ncclSuccess) return "";
+  if (state == ncclSuccess || state == ncclInProgress) return "";
+  return std::string("NCCL: ") + ncclGetErrorString(state) + " (" + ncclGetLastError(nccl) + ")";
+}
+
 void Group::abort_nccl() {
-  ncclComm_t aborted = nccl.exchange(nullptr);
+  ncclComm_t aborted;
+  {
+    std::lock_guard<std::mutex> lock(nccl_mutex_);
+    aborted = nccl.exchange(nullptr);
+  }
   if (!aborted) return;
   auto abort = [aborted, device = device] {
     cudaSetDevice(device);

@@ -8,10 +8,16 @@ namespace {
 constexpr auto pause = std::chrono::milliseconds(100);
 constexpr size_t looked_at_together = 16;  // operations; for each alone, that would be a call more
 
+std::string not_ended(double seconds) {
+  return "has not ended after " + std::to_string(static_cast<int>(seconds)) + " s";
+}
+
 }  // namespace
 
-Watchdog::Watchdog(int device, const Replays* replays, Expired expired)
-    : device_(device), replays_(replays), expired_(std::move(expired)), thread_([this] { watch(); }) {}
+Watchdog::Watchdog(int device, const Replays* replays, Failure failure, Report report)
+    : device_(device), replays_(replays), failure_(std::move(failure)), report_(std::move(report)), thread_([this] {
+        watch();
+      }) {}
 
 Watchdog::~Watchdog() {
   {
@@ -77,9 +83,9 @@ void Watchdog::finish() {
   idle_.wait(lock, [this] { return reported_ || (watched_.empty() && !replays_under_way()); });
 }
 
-void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& operation, double seconds) {
+void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& operation, const std::string& why) {
   lock.unlock();
-  expired_(operation, seconds);
+  report_(operation, why);
   lock.lock();
   reported_ = true;
   idle_.notify_all();
@@ -114,7 +120,7 @@ void Watchdog::watch() {
   while (!stopping_) {
     auto now = Clock::now();
     if (!captured_.empty() && replays_expired(now)) {
-      return report(lock, "a replayed " + captured_, timeout_seconds);
+      return report(lock, "a replayed " + captured_, not_ended(timeout_seconds));
     }
     if (watched_.empty()) {
       idle_.notify_all();
@@ -136,7 +142,9 @@ void Watchdog::watch() {
       oldest.since = now;
     }
     double seconds = std::chrono::duration<double>(now - oldest.since).count();
-    if (oldest.running && seconds > timeout_seconds) return report(lock, oldest.operation, seconds);
+    if (oldest.running && seconds > timeout_seconds) return report(lock, oldest.operation, not_ended(seconds));
+    std::string failure = failure_();
+    if (!failure.empty()) return report(lock, oldest.operation, "has failed: " + failure);
     wake_.wait_for(lock, pause);
   }
 }

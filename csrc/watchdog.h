@@ -17,12 +17,14 @@
 namespace tpfused {
 
 // Watches operations from a thread of its own: a stream that waits for a peer has no time-out. One that does not end
-// in time is reported once, by `expired` (in that thread), and nothing is watched after it.
+// in time, or under which a link has failed, is reported once, by `report` (in that thread), and nothing is watched
+// after it.
 class Watchdog {
  public:
-  using Expired = std::function<void(const std::string& operation, double seconds)>;
+  using Report = std::function<void(const std::string& operation, const std::string& why)>;
+  using Failure = std::function<std::string()>;  // of the group's links, or empty
 
-  Watchdog(int device, const Replays* replays, Expired expired);
+  Watchdog(int device, const Replays* replays, Failure failure, Report report);
   ~Watchdog();
 
   // Around an operation that is enqueued on `stream`. Time counts from when the GPU has come to its beginning.
@@ -49,11 +51,12 @@ class Watchdog {
   void forget_oldest();
   bool replays_under_way() const;
   bool replays_expired(Clock::time_point now);
-  void report(std::unique_lock<std::mutex>& lock, const std::string& operation, double seconds);
+  void report(std::unique_lock<std::mutex>& lock, const std::string& operation, const std::string& why);
 
   const int device_;
   const Replays* const replays_;
-  const Expired expired_;
+  const Failure failure_;
+  const Report report_;
   std::mutex mutex_;
   std::condition_variable wake_, idle_;
   bool stopping_ = false, reported_ = false;
