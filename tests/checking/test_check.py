@@ -77,7 +77,7 @@ def test_tells_how_to_see_a_wrong_line_alone(options, capsys, monkeypatch):
     def run_workers(work, argument, world, on_event):
         runs.append((argument["seed"], world, argument["device"], argument["cases"]))
         for case in argument["cases"]:
-            on_event("answer", (0.5 if case.tp > 1 else 2.0, "result", ""))
+            on_event("answer", worker.Answer(0.5 if case.tp > 1 else 2.0, "result"))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
@@ -104,7 +104,7 @@ def test_the_examples_name_cases(monkeypatch, capsys):
 def test_a_case_alone_gets_the_data_of_the_full_run(rank, group, monkeypatch):
     seen = {}
     monkeypatch.setattr(worker, "run", lambda case, *place: seen.update({case: torch.initial_seed()}) or Verdict(0, ""))
-    monkeypatch.setattr(worker, "_agreed", lambda mine: (0.0, "", ""))
+    monkeypatch.setattr(worker, "_agreed", lambda mine: worker.Answer(0.0))
     monkeypatch.setattr(worker, "_group", lambda degree, of: ALONE)
     for name in ("join_group", "set_timeout"):
         monkeypatch.setattr(worker, name, lambda *arguments: None)
