@@ -69,7 +69,9 @@ def test_a_whole_run(tmp_path, capfd):
     assert names == {*OPERATIONS, *small} and {row["tp"] for row in found["rows"]} == {1, 2}
     assert all(row["ok"] and row["ratio"] <= 1 and not row["error"] for row in found["rows"])
     told = capfd.readouterr().out
-    assert f"{len(found['rows'])} right, 0 wrong of {len(found['rows'])}" in told
+    seconds = found["meta"]["seconds"]
+    assert seconds > 0
+    assert f"\n{len(found['rows'])} right, 0 wrong of {len(found['rows'])} in {seconds:.0f} s\n" in told
 
 
 @pytest.mark.parametrize("options", [["--cpu"], ["--cpu", "--gpus", "16", "--seed", "5"], ["--gpus", "2"]])

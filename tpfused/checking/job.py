@@ -84,7 +84,7 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
         print("tpfused check: interrupted", file=sys.stderr)
         code = 130
     wrong, skipped = ([row for row in rows if row["ok"] is told] for told in (False, None))
-    seconds = time.monotonic() - started
+    seconds = round(time.monotonic() - started, 1)
     counts = f"{len(rows) - len(wrong) - len(skipped)} right, {len(wrong)} wrong"
     counts += f", {len(skipped)} skipped" if skipped else ""
     print(f"{counts} of {len(chosen)} in {seconds:.0f} s")
@@ -98,7 +98,7 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
     if options["json"] is not None:
         found = measured_on(card, world)
         meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}
-        meta |= {"seed": seed, "complete": len(rows) == len(chosen)}
+        meta |= {"seed": seed, "seconds": seconds, "complete": len(rows) == len(chosen)}
         try:
             Path(options["json"]).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         except OSError as error:
