@@ -12,7 +12,7 @@ import torch
 import tpfused
 from tpfused import cli, reference
 from tpfused.checking import cases, job, worker
-from tpfused.checking.cases import LAYERS, OPERATIONS, Case
+from tpfused.checking.cases import LAYERS, MANY_TOKENS, OPERATIONS, Case
 from tpfused.checking.rule import Verdict, judge
 from tpfused.cli.check import EXAMPLES
 from tpfused.group import TPGroup
@@ -34,8 +34,9 @@ def test_help_teaches_and_needs_no_torch():
         assert words in done.stdout, words
 
 
-def test_lists_every_operation_and_layer(capsys):
-    assert cli.main(["check", "--cpu", "--list"]) == 0
+def test_lists_every_operation_and_layer(capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert cli.main(["check", "--list"]) == 0
     told = capsys.readouterr().out
     for name in (*OPERATIONS, *LAYERS):
         assert f"{name} " in told, name
@@ -64,10 +65,13 @@ def test_a_whole_run(tmp_path, capfd):
     found = json.loads(path.read_text())
     assert found["meta"]["complete"] and found["meta"]["gpus"] == 2 and found["meta"]["seed"] == 3
     names = {row["name"] for row in found["rows"]}
-    assert names == {*OPERATIONS, *LAYERS} and {row["tp"] for row in found["rows"]} == {1, 2}
+    small = {name for name, layer in LAYERS.items() if layer.tokens < MANY_TOKENS}
+    assert names == {*OPERATIONS, *small} and {row["tp"] for row in found["rows"]} == {1, 2}
     assert all(row["ok"] and row["ratio"] <= 1 and not row["error"] for row in found["rows"])
     told = capfd.readouterr().out
-    assert f"{len(found['rows'])} right, 0 wrong of {len(found['rows'])}" in told
+    seconds = found["meta"]["seconds"]
+    assert seconds > 0
+    assert f"\n{len(found['rows'])} right, 0 wrong of {len(found['rows'])} in {seconds:.0f} s\n" in told
 
 
 @pytest.mark.parametrize("options", [["--cpu"], ["--cpu", "--gpus", "16", "--seed", "5"], ["--gpus", "2"]])
@@ -77,7 +81,7 @@ def test_tells_how_to_see_a_wrong_line_alone(options, capsys, monkeypatch):
     def run_workers(work, argument, world, on_event):
         runs.append((argument["seed"], world, argument["device"], argument["cases"]))
         for case in argument["cases"]:
-            on_event("answer", (0.5 if case.tp > 1 else 2.0, "result", ""))
+            on_event("answer", worker.Answer(0.5 if case.tp > 1 else 2.0, "result"))
 
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
@@ -104,7 +108,7 @@ def test_the_examples_name_cases(monkeypatch, capsys):
 def test_a_case_alone_gets_the_data_of_the_full_run(rank, group, monkeypatch):
     seen = {}
     monkeypatch.setattr(worker, "run", lambda case, *place: seen.update({case: torch.initial_seed()}) or Verdict(0, ""))
-    monkeypatch.setattr(worker, "_agreed", lambda mine: (0.0, "", ""))
+    monkeypatch.setattr(worker, "_agreed", lambda mine: worker.Answer(0.0))
     monkeypatch.setattr(worker, "_group", lambda degree, of: ALONE)
     for name in ("join_group", "set_timeout"):
         monkeypatch.setattr(worker, name, lambda *arguments: None)

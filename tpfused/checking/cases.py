@@ -21,8 +21,11 @@ from tpfused.placement import local, own_part, splits
 from tpfused.reference import activate
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}
-# Tokens, features in and out, activation.
-SIZES = ((512, 256, 384, "gelu_tanh"), (129, 264, 66, "gelu"), (1, 64, 3, None))
+# Tokens, features in and out, activation. The small ones' rows travel in one kernel each where peers reach each other;
+# with the large one copy engines bring them beside the matmul, in several blocks, and two ranks split a reduce-scatter.
+SIZES = ((512, 256, 384, "gelu_tanh"), (129, 264, 66, "gelu"), (1, 64, 3, None), (8191, 1024, 4608, "gelu_tanh"))
+LARGE = SIZES[-1]
+DTYPE_OF_LARGE = "bf16"  # and no other, so a CPU has none
 
 # The dimensions along which x, weight, bias and the result are split over the ranks; None: each has all of it.
 OPERATIONS = {
@@ -34,6 +37,7 @@ OPERATIONS = {
 }
 
 HIDDEN, FFN, HEADS, VOCABULARY, BATCH, TOKENS = 128, 320, 8, 1003, 2, 48
+MANY_TOKENS = 1024  # which attention kernels go through in several blocks
 # The tokens of a decoding model's calls: a prompt, more of it, and single ones; fewer than the cache has room for.
 CALLS, PADDING = (30, 7, 1, 1, 1, 1), 5
 SHARPER = 3  # attention's weights: as they are drawn, it is so weak that 16 bits would not tell whether it is there
@@ -45,6 +49,7 @@ class Layer:
 
     build: Callable[..., nn.Module]
     features: int = HIDDEN  # of its input
+    tokens: int = TOKENS
     splits_tokens: bool = False
     scatters: bool = False  # its output is split by the token dimension
     ids: bool = False  # its input is token ids
@@ -73,6 +78,18 @@ class _Softmax(FusedScaleMaskSoftmax):
 
     def forward(self, scores: Tensor) -> Tensor:
         return super().forward(scores.transpose(0, 1)[:, None], None)[:, 0].transpose(0, 1)
+
+
+def _sharp_attention(**options) -> nn.Module:
+    attention = tpfused.ParallelAttention(HIDDEN, HEADS, 4, causal=True, **options)
+    _sharpen(attention)
+    return attention
+
+
+@torch.no_grad()
+def _sharpen(attention: nn.Module) -> None:
+    for param in attention.parameters():
+        local(param).mul_(SHARPER)
 
 
 def _transformer(kind: type[nn.Module], style: Callable[..., tpfused.TransformerConfig], **place) -> nn.Module:
@@ -107,6 +124,7 @@ LAYERS = {
         splits_tokens=True,
         has_heads=True,
     ),
+    "ParallelAttention of many tokens": Layer(_sharp_attention, tokens=MANY_TOKENS, has_heads=True),
     "vocab_parallel_cross_entropy": Layer(_Loss, features=VOCABULARY, in_shard=True),
     "FusedScaleMaskSoftmax": Layer(_Softmax, features=TOKENS),
     "ParallelTransformerBlock": Layer(partial(_gpt, tpfused.ParallelTransformerBlock), has_heads=True),
@@ -150,7 +168,8 @@ def cases(degrees: tuple[int, ...], tiers: tuple[str, ...], on_gpu: bool) -> lis
         for name in OPERATIONS
         for by in tiers
         for dtype in dtypes
-        for size in range(len(SIZES))
+        for size, sizes in enumerate(SIZES)
+        if sizes is not LARGE or dtype == DTYPE_OF_LARGE
     ]
     found += [
         Case("layer", name, tp, dtype)
@@ -158,6 +177,7 @@ def cases(degrees: tuple[int, ...], tiers: tuple[str, ...], on_gpu: bool) -> lis
         for name, layer in LAYERS.items()
         for dtype in dtypes
         if not (layer.has_heads and HEADS % tp)
+        if layer.tokens < MANY_TOKENS or dtype == DTYPE_OF_LARGE
     ]
     return found
 
@@ -210,7 +230,7 @@ def _operation(case: Case, group: TPGroup, device: torch.device, dtype: torch.dt
 def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:
     layer = LAYERS[case.name]
     module, alone = _twins(layer, group, device, dtype)
-    shape = (TOKENS, BATCH)
+    shape = (layer.tokens, BATCH)
     if layer.ids:
         x = torch.randint(VOCABULARY, shape, device=device)
     else:
@@ -254,8 +274,7 @@ def _decoding(case: Case, group: TPGroup, device: torch.device, dtype: torch.dty
     """
     model, alone = (each.eval() for each in _twins(LAYERS[case.name], group, device, dtype))
     for block in (*model.blocks, *alone.blocks):
-        for param in block.attention.parameters():
-            local(param).mul_(SHARPER)
+        _sharpen(block.attention)
     ids = torch.randint(VOCABULARY, (BATCH, sum(CALLS)), device=device)
     padding = torch.tensor([0] * (BATCH - 1) + [PADDING], device=device)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
@@ -20,8 +21,10 @@ from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
 from tpfused.workers import WorkerFailed, run_workers, torchrun_worker
 
-TIERS = {"cuda": ("p2p", "nccl"), "cpu": ("reference",)}
+# Of the operations' cases; those by one that the GPUs do not have are skipped, so there is always the plain path.
+TIERS = {"cuda": ("p2p", "nccl", "reference"), "cpu": ("reference",)}
 CPU_WORLD = 2
+TOLD = {True: "ok  ", False: "FAIL", None: "skip"}
 
 
 def execute(options: Mapping[str, Any]) -> int:
@@ -62,14 +65,13 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
     def on_event(name: str, payload: Any) -> None:
         if name != "answer":
             return
-        ratio, tensor, error = payload
-        case = chosen[len(rows)]
-        is_right = ratio <= 1
-        row = asdict(case) | {"label": case.label, "ok": is_right, "tensor": tensor, "error": error}
-        rows.append(row | {"ratio": round(ratio, 4) if isfinite(ratio) else None})
-        told = "ok  " if is_right else "FAIL"
-        why = error or f"{ratio:.2f} of the tolerance" + (f", {tensor}" if tensor and not is_right else "")
-        print(f"{len(rows):>4}/{len(chosen)}  {told}  {case.label}: {why}", flush=True)
+        case, answer = chosen[len(rows)], payload
+        is_right = None if answer.skipped else answer.ratio <= 1
+        row = asdict(case) | {"label": case.label, "ok": is_right} | answer._asdict()
+        rows.append(row | {"ratio": round(answer.ratio, 4) if isfinite(answer.ratio) else None})
+        why, *_ = (answer.skipped or answer.error or f"{answer.ratio:.2f} of the tolerance").splitlines()
+        why += f", {answer.tensor}" if is_right is False and answer.tensor else ""
+        print(f"{len(rows):>4}/{len(chosen)}  {TOLD[is_right]}  {case.label}: {why}", flush=True)
 
     argument = {"cases": chosen, "device": device, "degrees": degrees, "seed": seed}
     try:
@@ -81,9 +83,13 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
     except KeyboardInterrupt:
         print("tpfused check: interrupted", file=sys.stderr)
         code = 130
-    wrong = [row for row in rows if not row["ok"]]
-    seconds = time.monotonic() - started
-    print(f"{len(rows) - len(wrong)} right, {len(wrong)} wrong of {len(chosen)} in {seconds:.0f} s")
+    wrong, skipped = ([row for row in rows if row["ok"] is told] for told in (False, None))
+    seconds = round(time.monotonic() - started, 1)
+    counts = f"{len(rows) - len(wrong) - len(skipped)} right, {len(wrong)} wrong"
+    counts += f", {len(skipped)} skipped" if skipped else ""
+    print(f"{counts} of {len(chosen)} in {seconds:.0f} s")
+    for (by, tp, why), count in Counter((row["tier"], row["tp"], row["skipped"]) for row in skipped).items():
+        print(f"  skipped: {count} by {by} tp{tp}: {why}")
     for row in wrong:
         print(f"  wrong: {row['label']}: {row['error'] or row['tensor']}")
     if wrong:
@@ -92,7 +98,7 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
     if options["json"] is not None:
         found = measured_on(card, world)
         meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}
-        meta |= {"seed": seed, "complete": len(rows) == len(chosen)}
+        meta |= {"seed": seed, "seconds": seconds, "complete": len(rows) == len(chosen)}
         try:
             Path(options["json"]).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
         except OSError as error:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import warnings
 import zlib
-from typing import Any
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -11,11 +13,21 @@ import torch.distributed as dist
 from tpfused.checking.cases import Case, run
 from tpfused.checking.rule import Verdict
 from tpfused.group import TPGroup, resolve_group
+from tpfused.overlap.choice import tiers_of
 from tpfused.overlap.communicator import set_timeout
+from tpfused.overlap.tiers import TIERS
 from tpfused.workers import Worker, join_group
 
 TIMEOUT_S = 60.0
-Answer = tuple[float, str, str]  # the largest ratio of all ranks, of which tensor, and an error
+
+
+class Answer(NamedTuple):
+    """Of all ranks: the largest ratio, of which tensor, and an error; or why the case was not to be run here."""
+
+    ratio: float
+    tensor: str = ""
+    error: str = ""
+    skipped: str = ""
 
 
 def work(argument: dict[str, Any], worker: Worker) -> None:
@@ -28,12 +40,16 @@ def work(argument: dict[str, Any], worker: Worker) -> None:
     set_timeout(TIMEOUT_S)
     join_group(worker, device, TIMEOUT_S)
     groups = {degree: _group(degree, worker) for degree in argument["degrees"]}
+    by_tiers = sorted({case.tp for case in argument["cases"] if case.tier in TIERS})
+    lacking = {degree: _lacking(groups[degree], device) for degree in by_tiers}
     for case in argument["cases"]:
         if worker.rank == 0:
             worker.emit("start", case.label)
-        group = groups[case.tp]
-        torch.manual_seed(data_seed(argument["seed"], case, worker.rank // case.tp))
-        answer = _agreed(_attempt(case, group, device))
+        if why := lacking.get(case.tp, {}).get(case.tier):
+            answer = Answer(float("nan"), skipped=why)
+        else:
+            torch.manual_seed(data_seed(argument["seed"], case, worker.rank // case.tp))
+            answer = _agreed(_attempt(case, groups[case.tp], device))
         if worker.rank == 0:
             worker.emit("answer", answer)
     dist.destroy_process_group()
@@ -51,6 +67,21 @@ def _group(degree: int, worker: Worker) -> TPGroup:
     return resolve_group(mine)
 
 
+def _lacking(group: TPGroup, device: torch.device) -> dict[str, str]:
+    """The tiers that are not to be had in all groups of this size, and why: as the ranks without them are warned."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        tiers = tiers_of(group, device)
+    told: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(told, (tiers, [str(each.message).removeprefix("tpfused: ") for each in caught]))
+    reasons = {name: [why for tiers, why in told if name not in tiers] for name in TIERS}
+    return {
+        name: "; ".join(dict.fromkeys(chain(*of_ranks))) or "not all ranks have it"
+        for name, of_ranks in reasons.items()
+        if of_ranks
+    }
+
+
 def _attempt(case: Case, group: TPGroup, device: torch.device) -> tuple[Verdict, str]:
     try:
         return run(case, group, device), ""
@@ -63,4 +94,4 @@ def _agreed(mine: tuple[Verdict, str]) -> Answer:
     told: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(told, mine)
     rank, (verdict, error) = max(enumerate(told), key=lambda each: each[1][0].ratio)
-    return verdict.ratio, verdict.tensor, f"rank {rank}: {error}" if error else ""
+    return Answer(*verdict, error=f"rank {rank}: {error}" if error else "")

@@ -86,6 +86,13 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
     return _look_closer(key, operation, group, x, shape, attempt) if chosen is _UNKNOWN else chosen
 
 
+def tiers_of(group: TPGroup, device: torch.device) -> tuple[str, ...]:
+    """The tiers that the group has on its GPUs. The first call for a group is a collective of all its ranks, and warns
+    of why there are no others.
+    """
+    return _place_of(group, device, capturing=False).tiers
+
+
 def made() -> list[Choice]:
     """The choices of this process, for `explain`; the same ones, made in other groups or for other reasons, once."""
     told: list[Choice] = []
