@@ -29,6 +29,9 @@ two roundings (in float64 a hundred, for there is nothing more exact), tenfold
 for chains of operations: all but the results of single operations that add
 nothing over the ranks. In float32 those count as chains too.
 
+A case by a tier that these GPUs do not have, "p2p" without peer access or both
+without the extension, is skipped, and the end says why: it is not wrong.
+
 Exit codes: 0 all right; 1 something was wrong or a worker failed; 2 something
 in the command line is wrong; 130 interrupted.
 """

@@ -90,7 +90,7 @@ def tiers_of(group: TPGroup, device: torch.device) -> tuple[str, ...]:
     """The tiers that the group has on its GPUs. The first call for a group is a collective of all its ranks, and warns
     of why there are no others.
     """
-    return _place_of(group, device, capturing=False).tiers
+    return _place_of(group, device, capturing=False, operation="tiers_of").tiers
 
 
 def made() -> list[Choice]:
