@@ -14,14 +14,18 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.compare import Block
+from tests.compare import Block, assert_within_rule
+from tests.layers.paths import paths
 from tpfused.compat import megatron
 from tpfused.compat.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 pytestmark = pytest.mark.skipif(
     not (find_spec("megatron") and find_spec("megatron.core")), reason="megatron-core is not installed"
 )
-TOKENS, BATCH, VOCABULARY = 8, 2, 32
+BATCH = 2
+SMALL = {"hidden_size": 16, "num_attention_heads": 4, "tokens": 8, "vocabulary": 32}
+# As real models have it: the overlapped operations have enough rows to cut, and the kernels are those for 16 bits.
+LARGE = {"hidden_size": 1024, "num_attention_heads": 16, "tokens": 1024, "vocabulary": 1024}
 
 
 class Norm(torch.nn.LayerNorm):
@@ -71,15 +75,13 @@ def our_layers():
         yield
 
 
-def build(block, tied, **settings):
+def build(block, tied, *, tokens, vocabulary, **settings):
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     config = TransformerConfig(
         num_layers=2,
-        hidden_size=16,
-        num_attention_heads=4,
         tensor_model_parallel_size=block.tp,
         use_cpu_initialization=True,
         hidden_dropout=0.0,
@@ -88,31 +90,33 @@ def build(block, tied, **settings):
         **settings,
     )
     torch.manual_seed(block.seed)
-    model = GPTModel(config, get_gpt_layer_local_spec(), VOCABULARY, TOKENS, share_embeddings_and_output_weights=tied)
-    return model.to(block.device)
+    model = GPTModel(config, get_gpt_layer_local_spec(), vocabulary, tokens, share_embeddings_and_output_weights=tied)
+    return model.to(block.device, config.params_dtype)
 
 
 def train_step(model, block):
     """The loss of each token, and all gradients after what Megatron does once backward has returned."""
     torch.manual_seed(block.seed)
-    ids, labels = torch.randint(VOCABULARY, (2, BATCH, TOKENS), device=block.device)
-    positions = torch.arange(TOKENS, device=block.device).expand(BATCH, -1)
-    hidden = torch.ones(1, 1, TOKENS, TOKENS, dtype=torch.bool, device=block.device).triu(1)
+    tokens = model.max_sequence_length
+    ids, labels = torch.randint(model.vocab_size, (2, BATCH, tokens), device=block.device)
+    positions = torch.arange(tokens, device=block.device).expand(BATCH, -1)
+    hidden = torch.ones(1, 1, tokens, tokens, dtype=torch.bool, device=block.device).triu(1)
+    model.zero_grad()
     loss = model(ids, positions, hidden, labels=labels)
     loss.mean().backward()
     for param in model.parameters():
         if getattr(param, "sequence_parallel", False):
             dist.all_reduce(param.grad, group=block.group)
-    return {"loss": loss.detach()} | {name: param.grad for name, param in model.named_parameters()}
+    return {"loss": loss.detach()} | {name: param.grad.clone() for name, param in model.named_parameters()}
 
 
 def check_gpt(ctx, tp, seed, tied, **settings):
     block = Block(ctx, tp, "group", seed)
     with parallel_state_of(ctx, tp):
-        theirs = build(block, tied, **settings)
+        theirs = build(block, tied, **SMALL, **settings)
         expected = train_step(theirs, block)
         with our_layers():
-            ours = build(block, tied, **settings)
+            ours = build(block, tied, **SMALL, **settings)
             actual = train_step(ours, block)
         kinds = {type(module) for module in ours.modules()}
         assert {ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding} <= kinds
@@ -129,6 +133,24 @@ def check_gpt(ctx, tp, seed, tied, **settings):
             error, scale = (value - expected[name]).abs().max(), expected[name].abs().max()
             assert error <= 1e-5 * max(scale, 1e-2), f"{name}: error {error} on values up to {scale}"
         check_states(theirs, ours)
+
+
+def check_large_gpt(ctx, tp, seed, **settings):
+    """In bfloat16, and in each way that our layers run: Megatron's are here what eager torch is to other tests."""
+    block = Block(ctx, tp, "group", seed)
+    settings |= LARGE | {"params_dtype": torch.bfloat16}
+    with parallel_state_of(ctx, tp):
+        theirs = build(block, False, **settings)
+        eager = train_step(theirs, block)
+        expected = train_step(theirs.double(), block)
+        with our_layers():
+            ours = build(block, False, **settings)
+            for path in paths(ctx, tp):
+                actual = train_step(ours, block)
+                assert actual.keys() == expected.keys()
+                for name, value in actual.items():
+                    what = f"{name} by {path}"
+                    assert_within_rule(value, expected[name], eager[name], lambda own: own, what, chain=True)
 
 
 def check_states(theirs, ours):
@@ -161,6 +183,14 @@ def test_gpt_is_the_same(workers, tp, seed, tied, sequence_parallel):
 def test_gated_gpt_is_the_same(workers, tp, seed):
     silu = torch.nn.functional.silu
     workers.run(check_gpt, tp, seed, False, gated_linear_unit=True, activation_func=silu, add_bias_linear=False)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+@pytest.mark.parametrize("sequence_parallel", [False, True])
+def test_large_gpt_is_the_same(workers, tp, seed, sequence_parallel):
+    sequence_parallel = sequence_parallel and tp > 1
+    workers.run(check_large_gpt, tp, seed, sequence_parallel=sequence_parallel)
 
 
 def call_of(function):

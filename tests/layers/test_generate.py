@@ -1,5 +1,6 @@
 """Incremental decoding and generation against the dense model that computes all tokens anew."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from unittest.mock import patch
 
@@ -7,10 +8,13 @@ import pytest
 import torch
 
 from tests.compare import Block, assert_close, assert_within_rule, collectives_made, packed, refuses, twins
+from tests.overlap.test_operations import forced
 from tpfused import KVCache, ParallelTransformer, TransformerConfig, reference
 from tpfused.collectives import all_gather
 from tpfused.generation import sample
 from tpfused.group import TPGroup, resolve_group
+from tpfused.layers import cache as cache_module
+from tpfused.overlap import calls
 
 SIZES = {"vocab_size": 13, "hidden_size": 8, "num_layers": 2, "num_heads": 4, "max_positions": 16, "head_dim": 2}
 GPT = TransformerConfig.gpt(ffn_size=12, **SIZES)
@@ -155,6 +159,30 @@ def check_greedy(ctx, tp, mode, seed, name):
     assert [part.training for part in (model, model.norm, model.blocks[0].mlp)] == [True, True, False]
     assert model.blocks[1].attention.out.sequence_parallel == config.sequence_parallel
     model.loss(out, out.long()).backward()  # what came out can be trained on
+
+
+@torch.no_grad()
+def check_fused_greedy(ctx, tp, seed, name, dtype):
+    """Where the dense model's best logits differ by more than rounding does, the fused kernels take its token too."""
+    block = Block(ctx, tp, "group", seed)
+    config = replace(CONFIGS[name], hidden_size=32, head_dim=16, ffn_size=64)
+    model, whole = make(block, config, dtype)
+    ids, join, attend = draw_ids(block, config, 5), calls.matmul_all_reduce_norm, cache_module.decode_attention
+    with (
+        forced(ctx, tp, "p2p") if tp > 1 else nullcontext(),  # one rank has no tier, but the kernel for one token
+        patch.object(calls, "matmul_all_reduce_norm", side_effect=join) as joined,
+        patch.object(cache_module, "decode_attention", side_effect=attend) as attended,
+    ):
+        out = model.generate(ids, 6)
+    blocks = config.num_layers * 5  # of all steps but the prompt's
+    assert joined.call_count == (2 * blocks if tp > 1 else 0)
+    assert attended.call_count == (blocks if ctx.device.type == "cuda" and dtype.itemsize == 2 else 0)
+    assert torch.equal(out[:, :5], ids)
+    # Each token after those that were taken, not after the dense model's: one tie would change all that follow.
+    exact = {key: value.double() for key, value in whole.items()}
+    logits = reference.transformer(out[:, :-1], exact, config)[:, 4:]
+    behind = logits.amax(-1) - logits.gather(-1, out[:, 5:, None]).squeeze(-1)
+    assert behind.max() <= 20 * torch.finfo(dtype).eps * logits.abs().max()
 
 
 def check_sampling(ctx, tp, seed):
@@ -319,6 +347,12 @@ def test_a_step_can_be_a_graph(workers, tp, seed, name, with_padding):
 @configs
 def test_greedy_tokens_are_the_dense_models(workers, tp, mode, seed, name):
     workers.run(check_greedy, tp, mode, seed, name)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@configs
+def test_greedy_tokens_of_fused_kernels(workers, tp, seed, name, dtype):
+    workers.run(check_fused_greedy, tp, seed, name, dtype)
 
 
 def test_sampling_repeats_and_agrees(workers, tp, seed):
