@@ -25,10 +25,10 @@ def without_peer_access(argument, of):
     with stand_in(), pytest.MonkeyPatch.context() as patch:
         place_of = choice._place_of
 
-        def warn_and_place(group, device, capturing):
+        def warn_and_place(group, device, capturing, operation):
             if group.rank == 0:
                 warnings.warn(f"tpfused: {NO_ACCESS}", stacklevel=2)
-            return place_of(group, device, capturing)
+            return place_of(group, device, capturing, operation)
 
         patch.setattr(Communicator, "tiers", ("nccl",))
         patch.setattr(choice, "_place_of", warn_and_place)
