@@ -172,6 +172,8 @@ def _check_sampling(temperature: float, top_p: float, eos_id: int | None, vocab_
         raise ValueError(f"temperature must be at least 0, and finite, not {temperature}")
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], not {top_p}")
+    if top_p < 1.0 and temperature == 0.0:
+        raise ValueError(f"top_p {top_p} needs a temperature above 0: at 0 the most likely token is taken")
     if eos_id is not None and (not isinstance(eos_id, int) or isinstance(eos_id, bool)):
         raise TypeError(f"eos_id must be an integer, not {eos_id!r}")
     if eos_id is not None and not 0 <= eos_id < vocab_size:

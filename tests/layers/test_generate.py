@@ -316,6 +316,7 @@ def check_refusals(ctx, tp, mode):
         (ValueError, ("temperature", "nan"), (ids, 2), {"temperature": float("nan")}),
         (ValueError, ("top_p", 0.0), (ids, 2), {"temperature": 1.0, "top_p": 0.0}),
         (ValueError, ("top_p", 1.5), (ids, 2), {"temperature": 1.0, "top_p": 1.5}),
+        (ValueError, ("top_p 0.9", "temperature above 0"), (ids, 2), {"top_p": 0.9}),
         (ValueError, ("eos_id", 13, 13), (ids, 2), {"eos_id": 13}),
     ):
         with refuses(error, *told):

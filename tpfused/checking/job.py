@@ -55,7 +55,7 @@ def execute(options: Mapping[str, Any]) -> int:
 def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...], options: Mapping[str, Any]) -> int:
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
     seed = options["seed"] if options["seed"] is not None else torch.seed() % 2**31
-    print(f"{world} x {card}: {len(chosen)} cases, --seed {seed}", flush=True)
+    print(f"{world} x {card}: {len(chosen)} case{'s' * (len(chosen) != 1)}, --seed {seed}", flush=True)
     if device == "cpu":
         print("on the CPU, the layers and operations are checked on their plain path, in float64", flush=True)
     rows: list[dict[str, Any]] = []

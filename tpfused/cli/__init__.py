@@ -18,7 +18,7 @@ COMMANDS = {
     "info": "show versions, GPUs and their links, and what tpfused uses here",
     "train": "train a tensor-parallel Transformer beside its dense twin",
     "check": "compare every operation and layer with the dense computation, on your GPUs",
-    "bench": "measure the kernels on this machine beside what PyTorch has",
+    "bench": "measure kernels, collectives and models on this machine beside what others have",
     "plan": "predict memory, traffic and time of a model at each degree of parallelism",
 }
 

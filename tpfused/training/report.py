@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -156,7 +157,11 @@ class Report:
         )
         if run.device == "cpu" and run.world > 1:
             twin = "; so had the dense twin" if summary["dense"] else ""
-            self._say(f"each rank had {run.threads} of this CPU's cores{twin}")
+            cores = len(os.sched_getaffinity(0))
+            if run.world > cores:
+                self._say(f"{run.world} ranks shared {cores} cores")
+            else:
+                self._say(f"each rank had {run.threads} of this CPU's cores{twin}")
 
     def _print_sample(self, sample: dict[str, str]) -> None:
         from rich.panel import Panel
