@@ -1,4 +1,3 @@
-#include "check.h"
 #include "small_rows.h"
 #include "tiles.h"
 
@@ -33,7 +32,6 @@ void few_rows(Group& group, const AllGatherMatmul& o, Workspace& workspace, cuda
 
 // This rank's rows first, from where they are; then each peer's, when they have arrived, on the two lanes in turn.
 void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Workspace workspace, cudaStream_t stream) {
-  DeviceGuard guard(group.device);
   if (is_small(group, tier, o.rows, o.k * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }

@@ -1,4 +1,3 @@
-#include "check.h"
 #include "parts.h"
 #include "reduce.h"
 #include "small_rows.h"
@@ -54,7 +53,6 @@ void few_rows(Group& group, const RowBackward& o, Workspace& workspace, cudaStre
 }  // namespace
 
 void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace workspace, cudaStream_t stream) {
-  DeviceGuard guard(group.device);
   if (is_small(group, tier, o.rows, o.k * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
@@ -87,7 +85,6 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
 }
 
 void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace workspace, cudaStream_t stream) {
-  DeviceGuard guard(group.device);
   if (is_small(group, tier, o.rows, o.n * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }

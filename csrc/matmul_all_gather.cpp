@@ -114,7 +114,6 @@ void by_nccl(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_t 
 }  // namespace
 
 void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& o, Workspace workspace, cudaStream_t stream) {
-  DeviceGuard guard(group.device);
   Columns columns{group, o};
   const Rows gathered{o.features.tokens, o.features.each, o.m, group.size};  // each row of x has all features
   if (is_small(group, tier, gathered, columns.bytes(1), most_features_gathered)) {

@@ -177,7 +177,6 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
 }  // namespace
 
 void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Workspace workspace, cudaStream_t stream) {
-  DeviceGuard guard(group.device);
   const int64_t row_bytes = o.n * size_of(o.type);
   if (o.norm && (row_bytes % 16 || row_bytes > most_normalized)) {
     throw std::runtime_error("rows of an AddNorm have up to 32 KiB, in multiples of 16 bytes");

@@ -1,4 +1,3 @@
-#include "check.h"
 #include "parts.h"
 #include "reduce.h"
 #include "small_rows.h"
@@ -23,7 +22,6 @@ void few_rows(Group& group, const MatmulReduceScatter& o, Workspace& workspace, 
 // arrived by then, unless a residual comes to the sum: that would be rounded once more.
 void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o, Workspace workspace,
                            cudaStream_t stream) {
-  DeviceGuard guard(group.device);
   const int64_t row_bytes = o.n * size_of(o.type);
   const bool in_vectors = row_bytes % 16 == 0;  // as the bias is added
   if (in_vectors && is_small(group, tier, o.rows, row_bytes, most_scattered)) {

@@ -205,18 +205,19 @@ PyObject* run(const char* name, void (*function)(Group&, Tier, const Operation&,
               const Call& call, const Operation& operation) {
   return unlocked([&] {
     auto& group = call.owner();
+    DeviceGuard guard(group.device);  // stream 0 is of the device that is current
     auto stream = at<CUstream_st>(call.stream);
     Workspace workspace(at<void>(call.workspace), call.workspace_bytes);
     std::lock_guard<std::mutex> lock(group.mutex);
     group.check_alive();
-    group.begin(name, stream);
     try {
+      group.begin(name, stream);
       function(group, static_cast<Tier>(call.tier), operation, workspace, stream);
+      group.end(stream);
     } catch (const std::exception& error) {
       group.fail(std::string(name) + " was broken off: " + error.what());  // the peers count on the rest of it
       throw;
     }
-    group.end(stream);
   });
 }
 
