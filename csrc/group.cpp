@@ -112,8 +112,10 @@ Group::Group(int device, int rank, int size)
   replayed_ = static_cast<uint32_t*>(memory);
   check(cudaMemset(replayed_, 0, 2 * sizeof(uint32_t)), "cudaMemset");
   watchdog = std::make_unique<Watchdog>(
-      device, replays_, [this] { return nccl_failure(); },
-      [this](const std::string& operation, const std::string& why) { give_up(operation, why); });
+      device, replays_,
+      Watchdog::Calls{[this] { return nccl_failure(); },
+                      [this](const std::string& operation, const std::string& why) { give_up(operation, why); },
+                      [this] { release(); }});
 }
 
 void Group::connect_nccl(const ncclUniqueId& id, int processors) {

@@ -202,7 +202,7 @@ class Group {
   // Which peers this rank waits for, and for what; or why that can't be seen.
   std::string look();
   std::string missing(const PeerMemory::Seen& seen);  // as far as the words in its memory tell
-  // Lets everything on this rank's streams go on, so that the GPU and its process can.
+  // Lets everything on this rank's streams go on, so that the GPU and its process can. No harm to repeat.
   void release();
   bool has_failed();
   uint32_t first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived);
@@ -227,7 +227,6 @@ class Group {
   std::vector<std::deque<uint32_t>> awaited_;      // of each slot and peer, the counts that were waited for, in order
   std::mutex awaited_mutex_;
   std::mutex nccl_mutex_;  // held while it is asked: it must not be destroyed meanwhile
-  std::atomic<bool> released_{false};
   cudaStream_t looking_stream_ = nullptr, release_stream_ = nullptr;  // made before they are needed: see time_out.cpp
   std::future<PeerMemory::Seen> looking_;
   std::mutex failure_mutex_;

@@ -44,16 +44,20 @@ void Group::give_up(const std::string& operation, const std::string& why) {
 
 std::string Group::look() {
   if (!peers) return "";
-  looking_ = std::async(std::launch::async, [this, seen = peers.get()] {
-    cudaSetDevice(device);
-    return seen->look(looking_stream_);
-  });
-  if (looking_.wait_for(longest_look) == std::future_status::ready) return missing(looking_.get());
+  try {
+    looking_ = std::async(std::launch::async, [this, seen = peers.get()] {
+      cudaSetDevice(device);
+      auto mode = cudaStreamCaptureModeRelaxed;  // another thread's capture is not disturbed
+      cudaThreadExchangeStreamCaptureMode(&mode);
+      return seen->look(looking_stream_);
+    });
+    if (looking_.wait_for(longest_look) == std::future_status::ready) return missing(looking_.get());
+  } catch (const std::exception&) {  // of a GPU that has failed, or for want of threads
+  }
   return "; which ranks are missing can't be seen while memory is freed, or the GPU waited for";
 }
 
 void Group::release() {
-  if (released_.exchange(true)) return;
   replays_->given_up = 1;
   if (!peers) return;
   const uint32_t beyond = (uses_ / PeerMemory::slots + 2) * whole + far_ahead;
@@ -76,11 +80,13 @@ PeerMemory::Seen PeerMemory::look(cudaStream_t stream) const {
   Seen seen;
   seen.words.resize(words + small_flag_words + first_number);
   seen.tiny.resize(2 * ranks);
-  cudaMemcpyAsync(seen.words.data(), own_, seen.words.size() * sizeof(uint32_t), cudaMemcpyDeviceToHost, stream);
+  check(cudaMemcpyAsync(seen.words.data(), own_, seen.words.size() * sizeof(uint32_t), cudaMemcpyDeviceToHost, stream),
+        "cudaMemcpyAsync");
   const char* numbers = own_ + flag_bytes + sizeof(uint32_t);  // of the first word of each rank in each area
-  cudaMemcpy2DAsync(seen.tiny.data(), sizeof(uint32_t), numbers, tiny_bytes, sizeof(uint32_t), 2 * ranks,
-                    cudaMemcpyDeviceToHost, stream);
-  cudaStreamSynchronize(stream);
+  check(cudaMemcpy2DAsync(seen.tiny.data(), sizeof(uint32_t), numbers, tiny_bytes, sizeof(uint32_t), 2 * ranks,
+                          cudaMemcpyDeviceToHost, stream),
+        "cudaMemcpy2DAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   return seen;
 }
 
@@ -162,7 +168,13 @@ void Group::finish() {
     abort_nccl();
   }
   watchdog->finish();
-  for (cudaStream_t stream : {transfers, beside}) cudaStreamSynchronize(stream);
+  for (cudaStream_t stream : {transfers, beside}) {
+    while (has_failed() && cudaStreamQuery(stream) == cudaErrorNotReady) {  // as the watchdog lets go
+      release();
+      std::this_thread::sleep_for(std::chrono::milliseconds(10));
+    }
+    cudaStreamSynchronize(stream);
+  }
   if (looking_.valid()) looking_.wait();
 }
 

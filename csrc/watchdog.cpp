@@ -1,5 +1,7 @@
 #include "watchdog.h"
 
+#include <utility>
+
 #include "check.h"
 
 namespace tpfused {
@@ -14,10 +16,8 @@ std::string not_ended(double seconds) {
 
 }  // namespace
 
-Watchdog::Watchdog(int device, const Replays* replays, Failure failure, Report report)
-    : device_(device), replays_(replays), failure_(std::move(failure)), report_(std::move(report)), thread_([this] {
-        watch();
-      }) {}
+Watchdog::Watchdog(int device, const Replays* replays, Calls calls)
+    : device_(device), replays_(replays), calls_(std::move(calls)), thread_([this] { watch(); }) {}
 
 Watchdog::~Watchdog() {
   {
@@ -26,21 +26,19 @@ Watchdog::~Watchdog() {
   }
   wake_.notify_all();
   thread_.join();
+  watched_.push_back(next_);
   for (const Watched& each : watched_) {
-    cudaEventDestroy(each.begun);
-    cudaEventDestroy(each.ended);
+    if (each.begun) cudaEventDestroy(each.begun);
+    if (each.ended) cudaEventDestroy(each.ended);
   }
   for (cudaEvent_t event : spare_) cudaEventDestroy(event);
 }
 
-cudaEvent_t Watchdog::new_event() {
-  cudaEvent_t event = nullptr;
-  if (spare_.empty()) {
-    check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "cudaEventCreate");
-  } else {
-    event = spare_.back();
-    spare_.pop_back();
-  }
+cudaEvent_t Watchdog::spare_event() {
+  std::lock_guard<std::mutex> lock(mutex_);
+  if (spare_.empty()) return nullptr;
+  cudaEvent_t event = spare_.back();
+  spare_.pop_back();
   return event;
 }
 
@@ -50,23 +48,25 @@ void Watchdog::forget_oldest() {
   watched_.pop_front();
 }
 
+// Without the lock, which the other thread needs: it is what frees a full stream, on which these calls would wait.
 cudaEvent_t Watchdog::begin(const char* operation, cudaStream_t stream) {
-  {
-    std::lock_guard<std::mutex> lock(mutex_);
-    next_ = {operation, new_event(), new_event()};
+  next_.operation = operation;
+  for (cudaEvent_t* event : {&next_.begun, &next_.ended}) {  // or those of an operation that was broken off
+    if (!*event) *event = spare_event();
+    if (!*event) check(cudaEventCreateWithFlags(event, cudaEventDisableTiming), "cudaEventCreate");
   }
-  // Without the lock, which the other thread needs: it is what frees a full stream, on which this would wait.
   check(cudaEventRecord(next_.begun, stream), "cudaEventRecord");
   return next_.begun;
 }
 
 cudaEvent_t Watchdog::end(cudaStream_t stream) {
   check(cudaEventRecord(next_.ended, stream), "cudaEventRecord");
+  cudaEvent_t ended = next_.ended;
   bool first = false;
   {
     std::lock_guard<std::mutex> lock(mutex_);
     first = watched_.empty();
-    watched_.push_back(next_);
+    watched_.push_back(std::exchange(next_, {}));
     // Those that have ended need no thread to say so, and their events serve again.
     if (++since_last_look_ >= looked_at_together) {
       since_last_look_ = 0;
@@ -74,20 +74,36 @@ cudaEvent_t Watchdog::end(cudaStream_t stream) {
     }
   }
   if (first) wake_.notify_all();  // else it looks every now and then
-  return next_.ended;
+  return ended;
 }
 
 void Watchdog::finish() {
   std::unique_lock<std::mutex> lock(mutex_);
   wake_.notify_all();
-  idle_.wait(lock, [this] { return reported_ || (watched_.empty() && !replays_under_way()); });
+  idle_.wait(lock, [this] { return over_ || (!reported_ && watched_.empty() && !replays_under_way()); });
 }
 
 void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& operation, const std::string& why) {
   lock.unlock();
-  report_(operation, why);
+  calls_.report(operation, why);
   lock.lock();
   reported_ = true;
+  let_go(lock);
+}
+
+// Once does not do: a peer that comes to the same later sets counts that have been set too far back.
+void Watchdog::let_go(std::unique_lock<std::mutex>& lock) {
+  while (!stopping_ && !watched_.empty()) {
+    if (cudaEventQuery(watched_.front().ended) != cudaErrorNotReady) {
+      forget_oldest();
+      continue;
+    }
+    lock.unlock();
+    calls_.release();
+    lock.lock();
+    wake_.wait_for(lock, pause);
+  }
+  over_ = true;
   idle_.notify_all();
 }
 
@@ -143,7 +159,7 @@ void Watchdog::watch() {
     }
     double seconds = std::chrono::duration<double>(now - oldest.since).count();
     if (oldest.running && seconds > timeout_seconds) return report(lock, oldest.operation, not_ended(seconds));
-    std::string failure = failure_();
+    std::string failure = calls_.failure();
     if (!failure.empty()) return report(lock, oldest.operation, "has failed: " + failure);
     wake_.wait_for(lock, pause);
   }

@@ -21,10 +21,13 @@ namespace tpfused {
 // after it.
 class Watchdog {
  public:
-  using Report = std::function<void(const std::string& operation, const std::string& why)>;
-  using Failure = std::function<std::string()>;  // of the group's links, or empty
+  struct Calls {
+    std::function<std::string()> failure;  // of the group's links, or empty
+    std::function<void(const std::string& operation, const std::string& why)> report;
+    std::function<void()> release;  // again and again, after the report, as long as operations have not ended
+  };
 
-  Watchdog(int device, const Replays* replays, Failure failure, Report report);
+  Watchdog(int device, const Replays* replays, Calls calls);
   ~Watchdog();
 
   // Around an operation that is enqueued on `stream`. Time counts from when the GPU has come to its beginning.
@@ -33,7 +36,7 @@ class Watchdog {
   cudaEvent_t end(cudaStream_t stream);
   // `operation` is captured: from now on, that replays end is watched too.
   void watch_replays(const char* operation);
-  // Returns when all operations have ended, replayed ones too, or one has been reported.
+  // Returns when all operations have ended, replayed ones too; or those that were watched when one was reported.
   void finish();
 
   std::atomic<double> timeout_seconds{600};
@@ -41,31 +44,31 @@ class Watchdog {
  private:
   using Clock = std::chrono::steady_clock;
   struct Watched {
-    const char* operation;  // a literal
-    cudaEvent_t begun, ended;
+    const char* operation = nullptr;  // a literal
+    cudaEvent_t begun = nullptr, ended = nullptr;
     bool running = false;  // seen to have begun, at `since`
     Clock::time_point since;
   };
   void watch();
-  cudaEvent_t new_event();
+  cudaEvent_t spare_event();  // or none
   void forget_oldest();
   bool replays_under_way() const;
   bool replays_expired(Clock::time_point now);
   void report(std::unique_lock<std::mutex>& lock, const std::string& operation, const std::string& why);
+  void let_go(std::unique_lock<std::mutex>& lock);
 
   const int device_;
   const Replays* const replays_;
-  const Failure failure_;
-  const Report report_;
+  const Calls calls_;
   std::mutex mutex_;
   std::condition_variable wake_, idle_;
-  bool stopping_ = false, reported_ = false;
-  std::string captured_;  // the operations' names
+  bool stopping_ = false, reported_ = false, over_ = false;  // over: nothing is watched any more
+  std::string captured_;                                     // the operations' names
   uint32_t replays_ended_ = 0;
   Clock::time_point replays_since_;  // when that many had ended, or none was under way
   std::deque<Watched> watched_;
   size_t since_last_look_ = 0;  // operations
-  Watched next_;
+  Watched next_;                // which is being enqueued; of the thread that does
   std::vector<cudaEvent_t> spare_;
   std::thread thread_;
 };
