@@ -182,3 +182,22 @@ def test_process_groups_made_again(ranks, seed, tmp_path):
 @pytest.mark.parametrize("why", ["another host", "no memory for peers on one rank"])
 def test_peers_out_of_reach(ranks, why):
     assert sum(ranks.run(check_peers_out_of_reach, why, timeout=60)) == 1
+
+
+def check_another_device_is_current(ctx):
+    case, group = Case(ctx, "all_gather_matmul", 4096, 1024, 64), dist.new_group()
+    other = (ctx.device.index + 1) % torch.cuda.device_count()
+    for name in tiers_of(ctx):
+        with tier(name):
+            case.run(group)
+            with torch.cuda.device(other):
+                results = [case.run(group) for _ in range(20)]
+        assert max(case.error(result).item() for result in results) <= TOLERANCE
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there is no other device")
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+def test_another_device_is_current(ranks):
+    ranks.run(check_another_device_is_current)
