@@ -367,6 +367,7 @@ def _is_untouched(module: nn.Module, kind: type) -> bool:
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and "forward" not in vars(module)
+        and not nn.modules.module._has_any_global_hook()
     )
 
 
