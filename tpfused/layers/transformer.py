@@ -23,7 +23,7 @@ from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP, check_gates
 from tpfused.layers.norm import KINDS, Norm, check_eps
 from tpfused.overlap.tiers import recomputed_alike
 from tpfused.parameter import ParallelModule, check_size, local
-from tpfused.random import rank_rng
+from tpfused.random import rank_dropout
 
 
 @dataclass(frozen=True)
@@ -375,8 +375,7 @@ def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, trainin
     """Dropout on activations between sharded regions: common to the ranks, unless each holds its own tokens."""
     if not (training and config.dropout):
         return x
-    with rank_rng(group, x.device) if config.sequence_parallel else nullcontext():
-        return F.dropout(x, config.dropout)
+    return rank_dropout(x, config.dropout, group) if config.sequence_parallel else F.dropout(x, config.dropout)
 
 
 def _init_method(config: TransformerConfig):
