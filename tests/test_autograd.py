@@ -1,9 +1,16 @@
-"""What autograd functions share: how they are applied."""
+"""What autograd functions share: how they are applied, and that they refuse a second derivative."""
+
+from functools import partial
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
-from tpfused.autograd import eager_apply
+from tests.compare import Block
+from tests.overlap.test_operations import forced
+from tpfused import ParallelMLP, vocab_parallel_cross_entropy
+from tpfused.autograd import eager_apply, once_differentiable
+from tpfused.overlap.matmul_all_gather import column_matmul
 
 
 class Double(torch.autograd.Function):
@@ -29,3 +36,114 @@ def test_functorchs_transforms_are_refused():
     for transform in (torch.func.grad(lambda x: double(x).sum()), torch.vmap(double)):
         with pytest.raises(RuntimeError, match="functorch transforms"):
             transform(torch.ones(3))
+
+
+class Cube(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        ctx.save_for_backward(x)
+        return x**3
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        (x,) = ctx.saved_tensors
+        return 3 * x**2 * grad
+
+
+class Triple(torch.autograd.Function):
+    """Saves nothing, and gives a gradient to one of its inputs."""
+
+    @staticmethod
+    def forward(ctx, x, factor):
+        ctx.factor = factor
+        return factor * x
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        return ctx.factor * grad, None
+
+
+triple = partial(Triple.apply)
+refused = partial(pytest.raises, RuntimeError, match="differentiated once")
+
+
+def first_derivative(function, x):
+    return torch.autograd.grad(function(x), x, create_graph=True)[0]
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: Cube.apply(x).sum(),
+        lambda x: (x + Cube.apply(x)).square().sum(),
+        lambda x: (x + triple(x, 3)).square().sum(),
+        lambda x: x.square().sum() + checkpoint(Cube.apply, 2 * x, use_reentrant=False).sum(),
+    ],
+    ids=["a constant gradient", "a residual", "nothing saved", "recomputed"],
+)
+def test_who_differentiates_again_is_refused(function):
+    """Whoever asks, and for whatever the derivative depends on."""
+    x = torch.randn(3, dtype=torch.float64, requires_grad=True)
+    penalty = first_derivative(function, x).square().sum()
+    with refused():
+        torch.autograd.grad(penalty, x, retain_graph=True)
+    with refused():
+        penalty.backward()
+    with refused():
+        torch.autograd.functional.hessian(function, x.detach())
+    with refused():
+        torch.autograd.functional.hvp(function, x.detach(), torch.ones_like(x))
+
+
+def test_the_incoming_gradient_is_refused_too():
+    x, scale = torch.randn(3), torch.ones(3, requires_grad=True)
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(triple(x, 3), x, scale, create_graph=True)
+    with refused():
+        torch.autograd.grad(grad.sum(), scale)
+
+
+def test_a_first_derivative_with_a_graph():
+    x, other = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    loss = (x * Cube.apply(x)).sum() + triple(x, 3).sum() + other.pow(3).sum()
+    by_x, by_other = torch.autograd.grad(loss, (x, other), create_graph=True)
+    torch.testing.assert_close(by_x, 4 * x**3 + 3)
+    (again,) = torch.autograd.grad(by_other.sum() + by_x.sum(), other)
+    torch.testing.assert_close(again, 6 * other)
+    by_x.detach_()  # no view of anything
+
+
+def check_layers_refuse(ctx, tp, seed, path):
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    layer = ParallelMLP(4, 8, device=block.device, **block.place)
+    labels = torch.tensor([0, 2], device=block.device)
+    hidden, weight = (block.randn(rows, 4, dtype=torch.float32) for rows in (3, 4))
+
+    def of_a_bias(x):
+        bias = x.sum(0)
+        return bias.square().sum() + column_matmul(hidden, weight, bias, "gelu", group=block.group).sum()
+
+    functions = [
+        lambda x: (x + layer(x)).square().sum(),
+        lambda x: x.square().sum() + layer(x).sum(),
+        lambda x: vocab_parallel_cross_entropy(x, labels, group=block.group).sum(),
+    ]
+    if path != "reference":  # which, of a bias, is torch's alone
+        functions.append(of_a_bias)
+    with forced(ctx, tp, path):
+        for function in functions:
+            x = block.randn(2, 4, dtype=torch.float32).requires_grad_()
+            penalty = first_derivative(function, x).square().sum()
+            with refused():
+                torch.autograd.grad(penalty, x)
+            with refused():
+                torch.autograd.functional.hessian(function, x.detach())
+
+
+@pytest.mark.parametrize("path", ["reference", "p2p"])
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_layers_refuse(workers, tp, seed, path):
+    workers.run(check_layers_refuse, tp, seed, path)

@@ -30,18 +30,49 @@ def once_differentiable(backward: Callable) -> Callable:
     """For a ``backward(ctx, *grads)`` that autograd can't differentiate: who tries gets an error.
 
     torch's own decorator of this name lets a second derivative vanish without a word where the incoming gradient is a
-    constant, as it is after ``.sum()``.
+    constant, as it is after ``.sum()``, and wherever ``torch.autograd.grad`` is asked for some inputs only: its error
+    is on no path to them. This one's is on the paths to the incoming gradients and to what `ctx` has saved: inputs that
+    the derivative depends on have to be among that, needed in backward or not.
     """
 
     @wraps(backward)
     def wrapper(ctx, *grads):
         if not torch.is_grad_enabled():
             return backward(ctx, *grads)
+        ctx = _Unpacked(ctx)
+        sources = [x for x in (*grads, *ctx.saved_tensors) if x is not None and x.requires_grad]
         with torch.no_grad():
             outputs = backward(ctx, *grads)
         whole = outputs if isinstance(outputs, tuple) else (outputs,)
-        refuse = torch._C._functions.DelayedError(b"tpfused's functions can be differentiated once only", len(whole))
-        refused = refuse(*(x if x is None else x.detach().requires_grad_() for x in whole))
-        return refused if isinstance(outputs, tuple) else refused[0] if isinstance(refused, tuple) else refused
+        # They require gradients themselves, so that there is an error where nothing else does.
+        tensors = [x.detach().requires_grad_() for x in whole if x is not None]
+        refused = iter(_Refuse.apply(len(tensors), *tensors, *sources))
+        whole = tuple(x if x is None else next(refused) for x in whole)
+        return whole if isinstance(outputs, tuple) else whole[0]
 
     return wrapper
+
+
+class _Refuse(torch.autograd.Function):
+    """The first `count` tensors as they are. Backward, whichever of all tensors it is asked for: an error."""
+
+    @staticmethod
+    def forward(ctx, count, *tensors):
+        return tuple(x.detach() for x in tensors[:count])
+
+    @staticmethod
+    def backward(ctx, *grads):
+        raise RuntimeError("tpfused's functions can be differentiated once only")
+
+
+class _Unpacked:
+    """A ctx whose saved tensors can be had several times: activation checkpointing hands them out once."""
+
+    def __init__(self, ctx):
+        vars(self).update(_ctx=ctx, saved_tensors=ctx.saved_tensors)
+
+    def __getattr__(self, name: str):
+        return getattr(self._ctx, name)
+
+    def __setattr__(self, name: str, value: object) -> None:
+        setattr(self._ctx, name, value)

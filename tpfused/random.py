@@ -3,17 +3,19 @@
 Dropout on an activation that is whole on every rank must drop the same entries everywhere, or the replicas drift apart.
 So all ranks of a tensor-parallel group keep their default generators in one state: seed them alike. Dropout on a
 sharded activation (attention probabilities of this rank's heads, this rank's tokens under sequence parallelism) must
-draw independently on each rank; `rank_rng` is the region for that.
+draw independently on each rank; `rank_rng` is the region for that, and `rank_dropout` the dropout.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
 
 from tpfused.group import TPGroup, resolve_group
 
@@ -26,15 +28,49 @@ def rank_rng(group: dist.ProcessGroup | TPGroup | None, device: torch.device | s
     draw on leaving, however much was drawn inside. There is no state besides torch's: whatever replays torch's
     generator (activation checkpointing, a saved RNG state) replays the region, and the ranks stay in step outside.
 
-    `group` is the tensor-parallel group, as a layer takes it. In a group of one nothing changes.
+    `group` is the tensor-parallel group, as a layer takes it. In a group of one nothing changes. torch.compile breaks
+    its graph at a region.
     """
-    group, device = resolve_group(group), torch.device(device)
+    group = resolve_group(group)
     if group.size == 1:
         yield
         return
-    fork = _fork_philox if device.type == "cuda" else _fork_cpu
-    with fork(group.rank, device):
+    with _fork(group.rank, torch.device(device)):
         yield
+
+
+def is_traced(group: TPGroup) -> bool:
+    """Whether `rank_rng` cannot be entered, because torch.compile is at work: a graph holds no region, for Inductor
+    draws the seeds of all its random numbers at once, wherever those are used.
+    """
+    return group.size > 1 and torch.compiler.is_compiling()
+
+
+def rank_dropout(x: Tensor, p: float, group: TPGroup) -> Tensor:
+    """``F.dropout(x, p)`` in `rank_rng`'s region; in compiled code an operator of its own, which draws the same."""
+    if is_traced(group):
+        return x * _kept(x.detach(), p, group.rank) * (1 / (1 - p))
+    with rank_rng(group, x.device):
+        return F.dropout(x, p)
+
+
+# Random, so that a recomputation draws again what was drawn; and the host is asked, so it is for no CUDA graph.
+@torch.library.custom_op(
+    "tpfused::kept", mutates_args=(), tags=(torch.Tag.nondeterministic_seeded, torch.Tag.cudagraph_unsafe)
+)
+def _kept(x: Tensor, p: float, rank: int) -> Tensor:
+    """Which entries of `x` this rank's dropout keeps."""
+    with _fork(rank, x.device):
+        return F.dropout(torch.ones_like(x), p) != 0
+
+
+@_kept.register_fake
+def _(x: Tensor, p: float, rank: int) -> Tensor:
+    return torch.empty_like(x, dtype=torch.bool)
+
+
+def _fork(rank: int, device: torch.device) -> AbstractContextManager[None]:
+    return (_fork_philox if device.type == "cuda" else _fork_cpu)(rank, device)
 
 
 @contextmanager

@@ -1,10 +1,11 @@
-"""Blocks and whole models under torch.compile, as one graph: results and gradients of eager calls."""
+"""Blocks and whole models under torch.compile, as one graph: results, gradients and random draws of eager calls."""
 
 from contextlib import nullcontext
 from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from tests.compare import Block
 from tests.conftest import gpu_world
@@ -13,6 +14,10 @@ from tests.layers.paths import assert_near, gradients, make_model
 from tests.layers.test_training import make_block
 from tests.layers.test_transformer import GPT, LLAMA, draw_ids
 from tests.overlap.test_operations import forced
+from tpfused import KVCache
+from tpfused.collectives import all_gather
+from tpfused.group import resolve_group
+from tpfused.random import rank_dropout
 
 SEQUENCE = replace(GPT, sequence_parallel=True, num_layers=1)
 TIED = replace(LLAMA, tie_embeddings=True, num_layers=1)
@@ -84,6 +89,55 @@ def check_options(ctx, tp, seed):
             assert_near(*reversed(found), str(options))
 
 
+def check_dropout(ctx, tp, seed, options, backend):
+    """The draws are those of eager calls, where the back end has torch's; always, the ranks stay in step."""
+    block, found = Block(ctx, tp, "group", seed), []
+    config = replace(GPT, num_layers=1, dropout=0.3, attention_dropout=0.3, **options)
+    model, ids = make_model(block, config), draw_ids(block, config, 6)
+    for function in (model, compiled(model, backend)):
+        model.zero_grad()
+        torch.manual_seed(block.seed)
+        out = function(ids)
+        out.square().sum().backward()
+        found.append({"out": out.detach(), **gradients(model)})
+        ends = all_gather(torch.rand(1, 8, device=ctx.device), 0, tp, model.group)
+        found[-1]["after"] = ends[0]
+        assert len(ends.unique(dim=0)) == 1
+        norms = all_gather(found[-1]["norm.weight"].unsqueeze(0), 0, tp, model.group)
+        torch.testing.assert_close(norms[0], norms[1])
+    if backend == "aot_eager" and ctx.device.type == "cpu":  # other attention draws otherwise on GPUs
+        assert_near(*reversed(found), f"dropout {options}")
+
+
+def check_rank_dropout(ctx, tp, seed, backend):
+    """Each rank drops its own entries, and the derivative the same ones."""
+    group = resolve_group(ctx.group(tp))
+    x = torch.ones(64, device=ctx.device, requires_grad=True)
+    torch.manual_seed(seed)
+    out = compiled(lambda x: F.dropout(rank_dropout(F.dropout(x, 0.2), 0.5, group), 0.2), backend)(x)
+    out.sum().backward()
+    assert torch.equal(x.grad, out.detach())  # x is 1: both are the masks' product
+    assert len(all_gather(out.detach().unsqueeze(0), 0, tp, group).unique(dim=0)) == tp
+
+
+@torch.no_grad()
+def check_cache(ctx, tp, seed):
+    """A compiled model with a cache: prompts, several tokens, single ones; and compiled blocks."""
+    block = Block(ctx, tp, "group", seed)
+    for config in (TIED, SEQUENCE):
+        model, ids = make_model(block, config).eval(), draw_ids(block, config, 9)
+        function, cache = compiled(model, "aot_eager"), KVCache(model, 2, 9)
+        out = torch.cat([function(part, cache=cache) for part in ids.split([4, 3, 1, 1], 1)], 1)
+        assert_near({"logits": out}, {"logits": model(ids)}, f"a cache of {config}")
+        prompts, mask = ids[:, :6], torch.ones(2, 6, dtype=torch.bool, device=ids.device)
+        mask[0, :2] = False
+        expected = model.generate(prompts, 3, mask=mask)
+        torch._dynamo.reset()
+        for part in model.blocks:
+            part.compile(fullgraph=True, backend="aot_eager")
+        assert torch.equal(model.generate(prompts, 3, mask=mask), expected)
+
+
 @ranks
 @pytest.mark.parametrize(
     "mode, config, path, autocasts",
@@ -112,3 +166,28 @@ def test_a_block_and_no_gradients(workers, tp, seed):
 @ranks
 def test_recomputation_and_main_grads(workers, tp, seed):
     workers.run(check_options, tp, seed, timeout=240)
+
+
+@ranks
+@pytest.mark.parametrize(
+    "options, backend",
+    [
+        ({"sequence_parallel": True}, "aot_eager"),
+        ({"checkpoint_activations": True}, "aot_eager"),
+        ({"sequence_parallel": True}, "inductor"),
+    ],
+    ids=["tokens", "recomputed", "inductor"],
+)
+def test_dropout(workers, tp, seed, options, backend):
+    workers.run(check_dropout, tp, seed, options, backend, timeout=240)
+
+
+@ranks
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_ranks_drop_their_own(workers, tp, seed, backend):
+    workers.run(check_rank_dropout, tp, seed, backend, timeout=240)
+
+
+@ranks
+def test_a_cache(workers, tp, seed):
+    workers.run(check_cache, tp, seed, timeout=240)

@@ -5,6 +5,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.compare import Block, assert_within_rule, unpacked
 from tests.layers.test_generate import GPT, LLAMA, TOKENS, draw_ids, in_parts, make
@@ -13,6 +14,7 @@ from tpfused import ParallelTransformer, reference
 from tpfused.group import TPGroup
 from tpfused.layers import cache as cache_module
 from tpfused.layers.cache import KVCache
+from tpfused.layers.norm import Norm
 from tpfused.overlap import calls
 from tpfused.overlap.tiers import deterministic
 
@@ -52,6 +54,12 @@ def check_joined_sums(ctx, tp, seed):
             case.check(joined=False)
             handle.remove()
             assert len(heard) == 4 and all(isinstance(out, torch.Tensor) for out in heard)
+            heard.clear()
+        for register in (register_module_forward_hook, register_module_forward_pre_hook):
+            handle = register(lambda module, *passed: heard.append(module) if isinstance(module, Norm) else None)
+            case.check(joined=False)
+            handle.remove()
+            assert heard.count(model.norm) == heard.count(last.mlp_norm) == 4
             heard.clear()
         own = last.mlp_norm.forward
         last.mlp_norm.forward = lambda x, own=own: heard.append(x) or own(x)

@@ -20,7 +20,7 @@ from tpfused.layers.sdpa import attention_with_probabilities, scaled_dot_product
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
-from tpfused.random import rank_rng
+from tpfused.random import is_traced, rank_rng
 from tpfused.sharding import divide
 
 
@@ -150,14 +150,13 @@ class ParallelAttention(nn.Module):
         if cache is not None:
             self._check_cache(cache, x, mask)
         q, k, v = self._heads(self._project(x, total_len), cache)
-        region = rank_rng(self.group, x.device) if self.training and self.dropout else nullcontext()
-        with region:
-            dropout, backend = self.dropout * self.training, self.backend
-            if cache is not None:
-                out = cache.attend(q, k, v, backend)
-            elif return_probabilities:
-                out, probabilities = attention_with_probabilities(q, k, v, mask, self.causal, dropout, backend)
-            else:
+        dropout, backend = self.dropout * self.training, self.backend
+        if cache is not None:
+            out = cache.attend(q, k, v, backend)
+        elif return_probabilities or dropout and is_traced(self.group):
+            out, probabilities = attention_with_probabilities(q, k, v, mask, self.causal, dropout, backend, self.group)
+        else:
+            with rank_rng(self.group, x.device) if dropout else nullcontext():
                 out = scaled_dot_product_attention(q, k, v, mask, self.causal, dropout, backend=backend)
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)

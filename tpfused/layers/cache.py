@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +20,7 @@ if TYPE_CHECKING:
     from tpfused.layers.transformer import ParallelTransformer
 
 
-@dataclass(frozen=True)
+@dataclass
 class Step:
     """What a call that adds some tokens to a cache tells all layers.
 
@@ -40,16 +39,21 @@ class Step:
     padding: Tensor | None
     masked: bool
     dtype: torch.dtype
+    _mask: Tensor | None = field(default=None, init=False)
 
     @property
     def causal(self) -> bool:
-        return not self.masked and self.seen == len(self.slots)
+        return not (self.masked or self.seen > len(self.slots))  # a bool for sizes that torch.compile leaves open, too
 
-    @cached_property
+    @property
     def mask(self) -> Tensor | None:
         """Additive ``[batch or 1, 1, new tokens, seen]``, with no empty row; the first layer that asks makes it."""
-        if not self.masked:
-            return None
+        # No cached_property: before Python 3.12 it takes a lock, which torch.compile knows nothing of.
+        if self.masked and self._mask is None:
+            self._mask = self._make_mask()
+        return self._mask
+
+    def _make_mask(self) -> Tensor:
         keys, queries = torch.arange(self.seen, device=self.slots.device), self.slots.unsqueeze(-1)
         mask = (keys <= queries).unsqueeze(0)
         if self.padding is not None:

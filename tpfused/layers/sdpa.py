@@ -16,8 +16,10 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tpfused import reference
 from tpfused.explanation import MOST_TOLD, tell
+from tpfused.group import TPGroup
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import runs_kernels
+from tpfused.random import is_traced, rank_dropout, rank_rng
 
 ORDER = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 LEAST_TOKENS = 512  # not measured: below, the host's time should decide
@@ -71,20 +73,31 @@ def scaled_dot_product_attention(
 
 
 def attention_with_probabilities(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, dropout: float, backend: str | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    causal: bool,
+    dropout: float,
+    backend: str | None,
+    group: TPGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As `scaled_dot_product_attention`, and what the values are weighted by, ``[batch, heads, tokens, keys]``: the
-    probabilities, after dropout. The scores are kept for backward."""
+    """As `scaled_dot_product_attention` in `rank_rng`'s region, and what the values are weighted by, ``[batch, heads,
+    tokens, keys]``: the probabilities, after dropout. The scores are kept for backward."""
     queries = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
     learned = mask is not None and mask.requires_grad  # the kernel has no gradient for it
-    if runs_kernels(q, backend, "softmax of attention") and not learned:
-        probabilities = scale_mask_softmax(scores, mask, scale, causal, dropout)
+    on_kernels = runs_kernels(q, backend, "softmax of attention") and not learned
+    softmax = scale_mask_softmax if on_kernels else reference.scale_mask_softmax
+    if on_kernels and dropout and not is_traced(group):
+        with rank_rng(group, q.device):
+            probabilities = softmax(scores, mask, scale, causal, dropout)
     else:
-        probabilities = F.dropout(reference.scale_mask_softmax(scores, mask, scale, causal), dropout)
+        probabilities = softmax(scores, mask, scale, causal)
+        probabilities = rank_dropout(probabilities, dropout, group) if dropout else probabilities
     return probabilities @ v, probabilities
 
 

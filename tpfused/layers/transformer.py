@@ -23,7 +23,7 @@ from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP, check_gates
 from tpfused.layers.norm import KINDS, Norm, check_eps
 from tpfused.overlap.tiers import recomputed_alike
 from tpfused.parameter import ParallelModule, check_size, local
-from tpfused.random import rank_rng
+from tpfused.random import rank_dropout
 
 
 @dataclass(frozen=True)
@@ -367,6 +367,7 @@ def _is_untouched(module: nn.Module, kind: type) -> bool:
         and not (module._forward_hooks or module._forward_pre_hooks)
         and not (module._backward_hooks or module._backward_pre_hooks)
         and "forward" not in vars(module)
+        and not nn.modules.module._has_any_global_hook()
     )
 
 
@@ -374,8 +375,7 @@ def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, trainin
     """Dropout on activations between sharded regions: common to the ranks, unless each holds its own tokens."""
     if not (training and config.dropout):
         return x
-    with rank_rng(group, x.device) if config.sequence_parallel else nullcontext():
-        return F.dropout(x, config.dropout)
+    return rank_dropout(x, config.dropout, group) if config.sequence_parallel else F.dropout(x, config.dropout)
 
 
 def _init_method(config: TransformerConfig):

@@ -179,7 +179,8 @@ class _Function(torch.autograd.Function):
         ctx.x_shape = x.shape
         if plan.saves_gathered:
             *pres, x = pres
-        ctx.save_for_backward(x, *weights, *(results if plan.activation == "relu" else pres))
+        # The biases for `once_differentiable` alone: an activation's derivative depends on them.
+        ctx.save_for_backward(x, *operands, *(results if plan.activation == "relu" else pres))
         return tuple(results)
 
     @staticmethod
@@ -189,7 +190,7 @@ class _Function(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         needs_residual, needs_x, *needs = ctx.needs_input_grad[4:]
         needs = Needs(needs_x, any(needs[:count]), any(needs[count:]), ctx.main_grads)
-        dys, kept = ([to_rows(tensor) for tensor in tensors] for tensors in (grads, saved[count:]))
+        dys, kept = ([to_rows(tensor) for tensor in tensors] for tensors in (grads, saved[2 * count :]))
         with deterministic() if ctx.exact else nullcontext():
             dx, dweights, dbiases = ctx.operation.backward(
                 ctx.chosen, ctx.plan, needs, dys, to_rows(x), saved[:count], kept
