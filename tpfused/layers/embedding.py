@@ -119,7 +119,7 @@ class VocabParallelEmbedding(ParallelModule):
             bad = (ids < 0) | (ids >= self.num_embeddings)
             if dim is not None:
                 bad = own_slice(bad, dim, self.group)
-            out = out.masked_fill(bad.unsqueeze(-1), torch.nan)  # not in place: a scattered output is a view
+            out = out.masked_fill(bad.unsqueeze(-1), torch.nan)
         return out
 
     def extra_repr(self) -> str:
