@@ -4,13 +4,14 @@ numbers.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from tpfused.group import TPGroup
 from tpfused.parameter import check_size
+from tpfused.placement import is_dtensor
 from tpfused.reference import autocast_dtype
 from tpfused.sharding import shard_size
 
@@ -64,8 +65,7 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
         )
     if x.device != weight.device:
         raise ValueError(f"{layer}: the input is on {x.device}, the weight on {weight.device}")
-    if not x.is_floating_point():
-        raise TypeError(f"{layer}: the input must be floating-point, not {x.dtype}")
+    check_floating(x, layer, "the input")
     if x.dtype != weight.dtype and not _are_cast(x, weight):
         raise TypeError(f"{layer}: the input is {x.dtype}, the weight {weight.dtype}")
 
@@ -77,8 +77,7 @@ def check_logits(logits: Tensor, vocab_size: int | None, operation: str) -> None
     check_dense(logits, operation, "the logits")
     if vocab_size is not None:
         check_size(vocab_size, f"{operation}: vocab_size")
-    if not logits.is_floating_point() or logits.dtype.itemsize < 2:
-        raise TypeError(f"{operation}: logits must be floating-point of at least 16 bits, not {logits.dtype}")
+    check_floating(logits, operation, "the logits")
     if logits.ndim < 1:
         raise ValueError(f"{operation}: logits must have a vocabulary dimension, got a single number")
 
@@ -88,10 +87,35 @@ def check_number(number: float, what: str) -> None:
         raise TypeError(f"{what} must be a number, not {number!r}")
 
 
+def check_integer(number: int, what: str) -> None:
+    """Refuse what is no integer, True and False too, which would count as 1 and 0."""
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{what} must be an integer, not {number!r}")
+
+
 def check_dense(x: Tensor, layer: str, what: str) -> None:
+    """Refuse what this rank can't compute with as it is: a sparse or nested tensor, or a DTensor."""
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{layer}: {what} must be a dense tensor, not a {kind} one")
+    if is_dtensor(x):
+        raise TypeError(f"{layer}: {what} must be this rank's tensor, not a DTensor: give its x.to_local()")
+
+
+def check_floating(x: Tensor, layer: str, what: str) -> None:
+    if not x.is_floating_point() or x.dtype.itemsize < 2:
+        raise TypeError(f"{layer}: {what} must be floating-point of at least 16 bits, not {x.dtype}")
+
+
+def check_residual(residual: Tensor, shape: Sequence[int], x: Tensor, layer: str) -> None:
+    """`residual` has the `shape` of what it is added to, or it would be broadcast; it is on x's device."""
+    if not isinstance(residual, Tensor):
+        raise TypeError(f"{layer}: the residual must be a tensor, not {residual!r}")
+    check_dense(residual, layer, "the residual")
+    if residual.shape != shape or residual.device != x.device:
+        raise ValueError(
+            f"{layer}: the residual, {tuple(residual.shape)} on {residual.device}, must be {tuple(shape)} on {x.device}"
+        )
 
 
 def _are_cast(x: Tensor, other: Tensor) -> bool:
@@ -101,6 +125,8 @@ def _are_cast(x: Tensor, other: Tensor) -> bool:
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: str) -> None:
     """`weight` is ``[n, k]``, `x` as `check_input` says of k features, and `bias` ``[n]``, like the weight."""
+    if isinstance(weight, Tensor):
+        check_dense(weight, operation, "the weight")
     if not isinstance(weight, Tensor) or weight.ndim != 2:
         got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
         raise ValueError(f"{operation}: the weight must be a matrix [out features, in features], not {got}")
@@ -109,6 +135,7 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: st
         return
     if not isinstance(bias, Tensor):
         raise TypeError(f"{operation}: the bias must be a tensor, not {bias!r}")
+    check_dense(bias, operation, "the bias")
     if bias.shape != weight.shape[:1]:
         raise ValueError(
             f"{operation}: the bias must have {weight.shape[0]} features like the weight, not shape {tuple(bias.shape)}"
@@ -120,8 +147,7 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: st
 
 
 def check_sequence_dim(sequence_dim: int) -> None:
-    if not isinstance(sequence_dim, int):
-        raise TypeError(f"sequence_dim must be an integer, not {sequence_dim!r}")
+    check_integer(sequence_dim, "sequence_dim")
 
 
 def token_dim(x: Tensor, sequence_dim: int, layer: str, *, has_features: bool = True) -> int:
@@ -142,8 +168,7 @@ def total_tokens(x_shard: Tensor, dim: int, total_len: int | None, group: TPGrou
     """
     if total_len is None:
         return x_shard.shape[dim] * group.size
-    if not isinstance(total_len, int):
-        raise TypeError(f"{layer}: total_len must be an integer, not {total_len!r}")
+    check_integer(total_len, f"{layer}: total_len")
     if total_len < 0:
         raise ValueError(f"{layer}: total_len {total_len} is negative")
     own = shard_size(total_len, group.size, group.rank)

@@ -93,7 +93,7 @@ def all_gather(x_shard: Tensor, dim: int, total: int, group: TPGroup) -> Tensor:
             all_gather_single(out, rows, group=group.process_group)
     if group.replicas > 1:
         out = out.view(group.size, group.replicas, *rows.shape)[:, 0].flatten(0, 1)
-    return out[:total].movedim(0, dim).contiguous()
+    return _own_tensor(out[:total].movedim(0, dim).contiguous())
 
 
 def reduce_scatter(x: Tensor, dim: int, group: TPGroup) -> Tensor:
@@ -105,13 +105,19 @@ def reduce_scatter(x: Tensor, dim: int, group: TPGroup) -> Tensor:
     if out.numel():
         with _observed("reduce_scatter", rows):
             reduce_scatter_single(out, rows, group=group.process_group)
-    return out[: shard_size(total, group.size, group.rank)].movedim(0, dim).contiguous()
+    return _own_tensor(out[: shard_size(total, group.size, group.rank)].movedim(0, dim).contiguous())
 
 
 def own_slice(x: Tensor, dim: int, group: TPGroup) -> Tensor:
     """This rank's slice of `x` along `dim`: a view."""
     start, stop = shard_range(x.shape[dim], group.size, group.rank)
     return x.narrow(dim, start, stop - start)
+
+
+def _own_tensor(x: Tensor) -> Tensor:
+    """`x` without a copy, but no view for autograd, which refuses to change one in place that a Function has made.
+    Nothing else may hold what `x` is a view of."""
+    return x.detach()
 
 
 def _pad_rows(x: Tensor, rows: int) -> Tensor:
@@ -162,7 +168,8 @@ class _ScatterToGroup(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x, dim, group):
         ctx.dim, ctx.total, ctx.group = dim, x.shape[dim], group
-        return _result(own_slice(x, dim, group).contiguous())
+        # Copied even where it is contiguous: in-place operations on the result must not reach x.
+        return own_slice(x, dim, group).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     @once_differentiable

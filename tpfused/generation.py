@@ -58,7 +58,8 @@ def generate(
     Raises:
         ValueError: more tokens than `max_positions`, ids outside the vocabulary, padding that does not come first, a
             temperature or top_p out of range, a model that is not causal.
-        TypeError: ids that are not integers, a mask that is not boolean, sizes or an eos_id that are not integers.
+        TypeError: ids that are not integers, a mask that is not boolean, sizes or an eos_id that are not integers, a
+            temperature or top_p that is no number.
     """
     vocab_size = model.config.vocab_size
     tokens, padding = _check_prompts(model, ids, max_new_tokens, mask)
@@ -147,6 +148,7 @@ def _check_prompts(
     """-> the tokens of the prompts, and how many of each one's first are padding."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"ids must be an int64 or int32 tensor, not {getattr(ids, 'dtype', type(ids).__name__)}")
+    checks.check_dense(ids, "generate", "ids")
     if ids.ndim != 2 or ids.numel() == 0:
         raise ValueError(f"ids must be [batch, tokens], at least one of each, not of shape {tuple(ids.shape)}")
     check_size(max_new_tokens, "max_new_tokens")
@@ -168,13 +170,16 @@ def _check_prompts(
 
 
 def _check_sampling(temperature: float, top_p: float, eos_id: int | None, vocab_size: int) -> None:
+    checks.check_number(temperature, "temperature")
+    checks.check_number(top_p, "top_p")
     if not 0.0 <= temperature < float("inf"):
         raise ValueError(f"temperature must be at least 0, and finite, not {temperature}")
     if not 0.0 < top_p <= 1.0:
         raise ValueError(f"top_p must be in (0, 1], not {top_p}")
     if top_p < 1.0 and temperature == 0.0:
         raise ValueError(f"top_p {top_p} needs a temperature above 0: at 0 the most likely token is taken")
-    if eos_id is not None and (not isinstance(eos_id, int) or isinstance(eos_id, bool)):
-        raise TypeError(f"eos_id must be an integer, not {eos_id!r}")
-    if eos_id is not None and not 0 <= eos_id < vocab_size:
+    if eos_id is None:
+        return
+    checks.check_integer(eos_id, "eos_id")
+    if not 0 <= eos_id < vocab_size:
         raise ValueError(f"eos_id {eos_id} is outside a vocabulary of {vocab_size}")

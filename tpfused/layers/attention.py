@@ -14,8 +14,7 @@ from tpfused.group import resolve_group, with_replicas
 from tpfused.kernels.rotary import rotary_qkv
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.cache import LayerCache
-from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, column_forward, joined
-from tpfused.layers.norm import Norm
+from tpfused.layers.linear import PackedColumnParallelLinear, RowParallelLinear, Then, column_forward, joined
 from tpfused.layers.sdpa import attention_with_probabilities, scaled_dot_product_attention
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
@@ -81,6 +80,7 @@ class ParallelAttention(nn.Module):
         self.group = resolve_group(group, mesh)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_heads(hidden_size, num_heads, num_kv_heads, head_dim, self.group.size, rope_theta is not None)
+        checks.check_sequence_dim(sequence_dim)
         if sequence_dim not in (0, 1):
             raise ValueError(f"sequence_dim must be 0 or 1 for attention, not {sequence_dim}")
         checks.check_dropout(dropout, "dropout")
@@ -129,7 +129,7 @@ class ParallelAttention(nn.Module):
         total_len: int | None = None,
         cache: LayerCache | None = None,
         residual: Tensor | None = None,
-        then: tuple[Tensor, Norm] | None = None,
+        then: Then | None = None,
         return_probabilities: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism.
@@ -143,6 +143,7 @@ class ParallelAttention(nn.Module):
         if not isinstance(x, Tensor) or x.ndim != 3:
             got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"ParallelAttention: expected a three-dimensional tensor, got {got}")
+        added = joined(x, self.hidden_size, residual, then, "ParallelAttention")
         if mask is not None:
             mask = self._own_mask(mask, x, total_len)
         if return_probabilities and (cache is not None or then is not None):
@@ -161,7 +162,7 @@ class ParallelAttention(nn.Module):
         # [batch, heads, tokens, d] -> the input's layout
         out = out.permute(2, 0, 1, 3) if self.sequence_dim == 0 else out.transpose(1, 2)
         out = out.flatten(2)
-        out = self.out(out, **joined(residual, then))
+        out = self.out(out, **added)
         return (out, probabilities) if return_probabilities else out
 
     def _project(self, x: Tensor, total_len: int | None) -> Tensor:
@@ -219,6 +220,7 @@ class ParallelAttention(nn.Module):
                 f"ParallelAttention: the mask must be a boolean or floating-point tensor, "
                 f"not {getattr(mask, 'dtype', type(mask).__name__)}"
             )
+        checks.check_dense(mask, "ParallelAttention", "the mask")
         if mask.device != x.device:
             raise ValueError(f"ParallelAttention: the mask is on {mask.device}, the input on {x.device}")
         batch, tokens = x.shape[1 - self.sequence_dim], x.shape[self.sequence_dim]
@@ -229,8 +231,8 @@ class ParallelAttention(nn.Module):
             mask = mask[:, None, None, :]
         if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, whole, strict=True)):
             raise ValueError(
-                f"ParallelAttention: a mask of shape {tuple(mask.shape)} is neither {(batch, tokens)} (boolean, "
-                f"per key) nor four-dimensional and broadcastable to {whole}"
+                f"ParallelAttention: a mask of {mask.dtype} and shape {tuple(mask.shape)} is neither boolean and "
+                f"{(batch, tokens)}, per key, nor four-dimensional and broadcastable to {whole}"
             )
         if mask.requires_grad:
             mask = copy_to_group(mask, self.group)  # each rank's heads give a part of a learned bias's gradient

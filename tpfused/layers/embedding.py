@@ -119,7 +119,7 @@ class VocabParallelEmbedding(ParallelModule):
             bad = (ids < 0) | (ids >= self.num_embeddings)
             if dim is not None:
                 bad = own_slice(bad, dim, self.group)
-            out = out.masked_fill(bad.unsqueeze(-1), torch.nan)  # not in place: a scattered output is a view
+            out = out.masked_fill(bad.unsqueeze(-1), torch.nan)
         return out
 
     def extra_repr(self) -> str:
@@ -135,8 +135,7 @@ def row_of_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     """
     if padding_idx is None:
         return None
-    if not isinstance(padding_idx, int):
-        raise TypeError(f"padding_idx must be an integer, not {padding_idx!r}")
+    checks.check_integer(padding_idx, "padding_idx")
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
     return padding_idx % num_embeddings

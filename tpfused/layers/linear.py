@@ -211,9 +211,29 @@ class PackedColumnParallelLinear(ColumnParallelLinear):
             self.fill_parameter("bias", self.packing.pack(biases))
 
 
-def joined(residual: Tensor | None, then: tuple[Tensor, Norm] | None) -> dict[str, object]:
-    """For a `RowParallelLinear`, or what has taken its place and need not know of what is not given."""
-    return {name: given for name, given in (("residual", residual), ("then", then)) if given is not None}
+Then = tuple[Tensor, Norm]
+
+
+def joined(x: Tensor, features: int, residual: Tensor | None, then: Then | None, layer: str) -> dict[str, object]:
+    """For a `RowParallelLinear`, or what has taken its place and need not know of what is not given. The layer's output
+    is as its input x, of `features`: what does not fit that is refused, before the layer's first collective."""
+    given = {name: value for name, value in (("residual", residual), ("then", then)) if value is not None}
+    if given and isinstance(x, Tensor):
+        check_joined(residual, then, (*x.shape[:-1], features), x, layer)
+    return given
+
+
+def check_joined(residual: Tensor | None, then: Then | None, shape: tuple[int, ...], x: Tensor, layer: str) -> None:
+    """Refuse what cannot be added to a layer's output of this shape."""
+    if then is None:
+        return checks.check_residual(residual, shape, x, layer)
+    if residual is not None:
+        raise ValueError(f"{layer}: a residual goes with neither `then` nor skip_bias_add")
+    # By what is asked of a Norm: torch.compile wraps modules.
+    if not isinstance(then, tuple | list) or len(then) != 2 or not hasattr(then[1], "operands"):
+        got = [type(each).__name__ for each in then] if isinstance(then, tuple | list) else then
+        raise TypeError(f"{layer}: `then` must be a residual and a tpfused Norm, as (tensor, norm), not {got!r}")
+    checks.check_residual(then[0], shape, x, layer)
 
 
 class RowParallelLinear(LinearParameters):
@@ -230,7 +250,7 @@ class RowParallelLinear(LinearParameters):
 
     Shapes: input ``[..., in shard]`` (``[..., in]`` without `input_is_parallel`); output ``[..., out]``, its
     `sequence_dim` this rank's part under sequence parallelism. Raises as `ColumnParallelLinear` does, and a
-    ValueError for `then` or `residual` where it can't be.
+    ValueError for `then` or `residual` where it can't be, or of another shape than the output's.
     """
 
     called = "RowParallelLinear"  # as in `ColumnParallelLinear`
@@ -275,21 +295,28 @@ class RowParallelLinear(LinearParameters):
         self.sequence_dim = sequence_dim
 
     def forward(
-        self, x: Tensor, *, residual: Tensor | None = None, then: tuple[Tensor, Norm] | None = None
+        self, x: Tensor, *, residual: Tensor | None = None, then: Then | None = None
     ) -> Tensor | tuple[Tensor, Tensor | None] | tuple[Tensor, Tensor]:
         """`residual`: of the output's shape: -> their sum; without `skip_bias_add`. `then`: a residual ``[..., out]``
         and what normalises it: -> its sum with the output, and that normalised, as `matmul_all_reduce_norm`; without
         sequence parallelism or `skip_bias_add`."""
-        if residual is not None and (then is not None or self.skip_bias_add):
+        if residual is not None and self.skip_bias_add:
             raise ValueError(f"{self.called}: a residual goes with neither `then` nor skip_bias_add")
-        if then is not None:
-            return self._forward_norm(x, *then)
+        if then is not None and (self.sequence_parallel or self.skip_bias_add):
+            raise ValueError(f"{self.called}: `then` is for sequence_parallel=False and skip_bias_add=False")
         weight, main_grad = self.weight_and_main_grad()
         features = self.in_features
         if self.input_is_parallel:
             features = shard_size(self.in_features, self.group.size, self.group.rank)
         checks.check_input(x, features, weight, self.called)
         dim = checks.token_dim(x, self.sequence_dim, self.called) if self.sequence_parallel else None
+        if residual is not None or then is not None:
+            shape = [*x.shape[:-1], self.out_features]
+            if dim is not None:
+                shape[dim] = shard_size(shape[dim], self.group.size, self.group.rank)
+            check_joined(residual, then, tuple(shape), x, self.called)
+        if then is not None:
+            return self._forward_norm(x, weight, *then)
         bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         added = None if self.skip_bias_add else bias
         if self.backend == "reference":
@@ -314,15 +341,11 @@ class RowParallelLinear(LinearParameters):
                 out = matmul_reduce_scatter(x, weight, added, sequence_dim=dim, residual=residual, **overlapped)
         return (out, bias) if self.skip_bias_add else out
 
-    def _forward_norm(self, x: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
-        if self.sequence_parallel or self.skip_bias_add:
-            raise ValueError(f"{self.called}: `then` is for sequence_parallel=False and skip_bias_add=False")
+    def _forward_norm(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if self.backend == "reference" or not self.input_is_parallel or torch.is_grad_enabled():
             total = residual + self.forward(x)
             return total, norm(total)
-        weight, bias = self.local("weight"), self.replicated("bias", sharded_tokens=False)
-        checks.check_input(x, weight.shape[1], weight, self.called)
-        operands = norm.operands()
+        bias, operands = self.replicated("bias", sharded_tokens=False), norm.operands()
         return matmul_all_reduce_norm(
             x, weight, bias, residual, operands, in_features=self.in_features, group=self.group
         )

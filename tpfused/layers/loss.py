@@ -160,8 +160,7 @@ def _check_arguments(
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"not {tuple(target.shape)}"
         )
-    if not isinstance(ignore_index, int) or isinstance(ignore_index, bool):
-        raise TypeError(f"ignore_index must be an integer, not {ignore_index!r}")
+    checks.check_integer(ignore_index, "ignore_index")
     checks.check_number(label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")

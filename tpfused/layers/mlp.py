@@ -11,8 +11,7 @@ from tpfused import checks, reference
 from tpfused.group import resolve_group
 from tpfused.kernels.gated_act import gated_act
 from tpfused.layers.backend import runs_kernels
-from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear, joined
-from tpfused.layers.norm import Norm
+from tpfused.layers.linear import ColumnParallelLinear, PackedColumnParallelLinear, RowParallelLinear, Then, joined
 from tpfused.packing import GateUpPacking
 from tpfused.parameter import check_size
 from tpfused.sharding import padded_shard_size
@@ -60,6 +59,7 @@ class ParallelMLP(nn.Module):
         super().__init__()
         check_size(hidden_size, "hidden_size")
         check_size(ffn_size, "ffn_size")
+        self.hidden_size = hidden_size
         column = {**common, "save_gathered": save_gathered}
         self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **column)
         self.fc2 = RowParallelLinear(ffn_size, hidden_size, bias, **common)
@@ -71,12 +71,12 @@ class ParallelMLP(nn.Module):
         *,
         total_len: int | None = None,
         residual: Tensor | None = None,
-        then: tuple[Tensor, Norm] | None = None,
+        then: Then | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`total_len`: all ranks' tokens, where they do not divide evenly under sequence parallelism. `residual`,
         `then`: as in `RowParallelLinear`."""
-        x = self.fc1(x, total_len=total_len)
-        return self.fc2(x, **joined(residual, then))
+        added = joined(x, self.hidden_size, residual, then, "ParallelMLP")
+        return self.fc2(self.fc1(x, total_len=total_len), **added)
 
 
 class ParallelGatedMLP(nn.Module):
@@ -116,6 +116,7 @@ class ParallelGatedMLP(nn.Module):
         check_size(ffn_size, "ffn_size")
         check_gates(ffn_size, activation, resolve_group(group, mesh).size)
         packing = self.packed_children["gate_up"]
+        self.hidden_size = hidden_size
         self.activation = activation
         self.backend = backend
         column = {**common, "save_gathered": save_gathered}
@@ -129,13 +130,14 @@ class ParallelGatedMLP(nn.Module):
         *,
         total_len: int | None = None,
         residual: Tensor | None = None,
-        then: tuple[Tensor, Norm] | None = None,
+        then: Then | None = None,
     ) -> Tensor | tuple[Tensor, Tensor]:
         """`total_len`, `residual`, `then`: as in `ParallelMLP`."""
+        added = joined(x, self.hidden_size, residual, then, "ParallelGatedMLP")
         gate_up = self.gate_up(x, total_len=total_len)
         gate = gated_act if runs_kernels(gate_up, self.backend, "gated activation") else reference.gated_act
         x = gate(gate_up, activation=self.activation)
-        return self.down(x, **joined(residual, then))
+        return self.down(x, **added)
 
 
 def check_gates(ffn_size: int, activation: str, ranks: int) -> None:

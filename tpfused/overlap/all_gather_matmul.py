@@ -63,7 +63,7 @@ def all_gather_matmul(
         main_grads = None if main_grad is None else (main_grad,)
     else:
         weights, biases, features, main_grads = _lists(weight, bias, out_features, main_grad)
-    options = activation, sequence_dim, total_len, features, save_gathered
+    options = activation, sequence_dim, total_len, save_gathered, *features
     call = look_up(_prepare, group, mesh, x_shard_m, weights, biases, *options)
     results = _OPERATION(call, x_shard_m, weights, biases, main_grads)
     return results[0] if isinstance(weight, Tensor) else tuple(results)
@@ -89,8 +89,11 @@ def _lists(weights, biases, out_features, main_grads) -> tuple[Sequence, Sequenc
     return tuple(weights), *given, main_grads
 
 
-def _prepare(tp: TPGroup, x, weights, biases, activation, sequence_dim, total_len, out_features, save_gathered) -> Call:
+def _prepare(
+    tp: TPGroup, x, weights, biases, activation, sequence_dim, total_len, save_gathered, *out_features
+) -> Call:
     checks.check_activation(activation)
+    checks.check_boolean(save_gathered, f"{NAME}: save_gathered")
     for weight, bias in zip(weights, biases, strict=True):
         checks.check_operands(x, weight, bias, NAME)
     dim = checks.token_dim(x, sequence_dim, NAME)

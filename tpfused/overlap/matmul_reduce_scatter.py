@@ -56,19 +56,11 @@ def matmul_reduce_scatter(
     call = look_up(_prepare, group, mesh, x_shard_k, weights, biases, sequence_dim, in_features)
     joined = None
     if residual is not None:
-        _check_residual(residual, call, x_shard_k, weight)
+        shape = (*(call.plan.leading or (call.plan.own,)), weight.shape[0])
+        checks.check_residual(residual, shape, x_shard_k, NAME)
         joined = residual if _joins(residual, call, x_shard_k) else None
     y = _OPERATION(call, x_shard_k, weights, biases, None if main_grad is None else (main_grad,), joined)[0]
     return y if residual is joined else residual + y
-
-
-def _check_residual(residual: Tensor, call: Call, x: Tensor, weight: Tensor) -> None:
-    """The same on every rank, as far as shapes go."""
-    shape = (*(call.plan.leading or (call.plan.own,)), weight.shape[0])
-    if residual.shape != shape or residual.device != x.device:
-        raise ValueError(
-            f"{NAME}: the residual, {tuple(residual.shape)} on {residual.device}, must be {shape} on {x.device}"
-        )
 
 
 def _joins(residual: Tensor, call: Call, x: Tensor) -> bool:

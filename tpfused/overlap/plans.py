@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfused.checks import check_integer
 from tpfused.group import GROUPS, TPGroup, exists, resolve_group
 from tpfused.reference import autocast_dtype
 from tpfused.sharding import padded_shard_size, shard_size
@@ -94,7 +95,8 @@ class Call(NamedTuple):
 
 
 def look_up(make: Callable[..., Call], group, mesh, x: Tensor, weights: Operands, biases: Operands, *options) -> Call:
-    """``make(tp, x, weights, biases, *options)``, which also refuses what is wrong with them."""
+    """``make(tp, x, weights, biases, *options)``, which also refuses what is wrong with them. Options are told apart by
+    their own types, not by those of what they hold: give a tuple's entries one by one."""
     key = None if torch.compiler.is_compiling() else _kind(make, group, mesh, x, weights, biases, options)
     try:
         call = None if key is None else _calls.get(key)
@@ -122,10 +124,14 @@ _PLAIN = frozenset((Tensor, nn.Parameter))  # subclasses may stand for something
 
 def _kind(make, group, mesh, x, weights, biases, options) -> tuple | None:
     """All that a call and its checks depend on; None where that is more than can be told here."""
-    kind = [make, dist.group.WORLD if group is None else group, mesh, len(weights), *options]
+    # The options' types too: 0, 0.0 and False are equal.
+    kind = [make, dist.group.WORLD if group is None else group, mesh, len(weights), *options, *map(type, options)]
     for tensor in (x, *weights, *biases):
         if type(tensor) in _PLAIN:
-            kind += tensor.shape, tensor.dtype, tensor.device
+            try:
+                kind += tensor.shape, tensor.dtype, tensor.device, tensor.layout
+            except RuntimeError:  # nested: it has no shape
+                return None
         elif tensor is None:
             kind.append(None)
         else:
@@ -145,12 +151,15 @@ def all_features(given: int | None, own: int, weight: Tensor, tp: TPGroup, what:
     """The features `given` of all ranks, of which this rank's weight must have its `own`. `what`: how they are called.
 
     Raises:
-        TypeError: they are not a whole number.
+        TypeError: they are not an integer.
         ValueError: they are not split like this.
     """
-    if given is not None and (not isinstance(given, int) or given < 0):
-        raise TypeError(f"{what} must be a whole number, not {given!r}")
-    if given is not None and shard_size(given, tp.size, tp.rank) != own:
+    if given is None:
+        return None
+    check_integer(given, what)
+    if given < 0:
+        raise ValueError(f"{what} {given} is negative")
+    if shard_size(given, tp.size, tp.rank) != own:
         raise ValueError(
             f"{what} {given}: rank {tp.rank} of {tp.size} owns {shard_size(given, tp.size, tp.rank)} of them, but its "
             f"weight has shape {tuple(weight.shape)}"

@@ -27,7 +27,8 @@ def why_invalid(name: str, what: str = "TPFUSED_TIER") -> str:
 
 @contextmanager
 def tier(name: str) -> Iterator[None]:
-    """Say by which tier the operations inside run, those of layers included; all ranks must say the same.
+    """Say by which tier the operations inside run, those of layers included; all ranks must say the same. It holds for
+    the process: also for its other threads, which must not be in a block of their own meanwhile.
 
     The environment variable TPFUSED_TIER, read when the first operation is imported, says it for those outside.
 
@@ -54,7 +55,7 @@ def tier(name: str) -> Iterator[None]:
 @contextmanager
 def deterministic() -> Iterator[None]:
     """The operations inside give the same bits at every run, in a CUDA graph or not, by "p2p" and by "nccl"; all ranks
-    must say so.
+    must say so. It holds for the process, all of its threads, as `tier` does.
 
     Each part of a sum is rounded to the dtype, and they are added in float32 in the ranks' order, by NCCL's tier too; a
     matmul's algorithm does not depend on how its rows are cut. Nothing is measured: the first tier runs that the group
