@@ -276,6 +276,8 @@ def check_refusals(ctx, tp, mode):
         model(ids[:1, :1], cache=cache)
     with refuses(ValueError, "padding"):
         model(ids[:, :1], ids[:, :1] > 0, cache=cache)
+    with refuses(TypeError, "last_only", "no"):
+        model(ids, last_only="no")
     with refuses(ValueError, "last_only"):
         model(ids, last_only=True)
     with refuses(TypeError, "length", 1.0):

@@ -268,6 +268,7 @@ class ParallelTransformer(nn.Module):
         if not isinstance(ids, Tensor) or ids.ndim != 2:
             got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
             raise ValueError(f"ParallelTransformer: expected ids [batch, tokens], got {got}")
+        checks.check_boolean(last_only, "last_only")
         tokens = ids.shape[1]
         if tokens > config.max_positions:
             raise ValueError(f"{tokens} tokens are more than max_positions {config.max_positions}")
