@@ -11,15 +11,16 @@ constexpr size_t most_awaited = 1024;  // counts of a slot and peer that a time-
 
 }  // namespace
 
-PeerMemory::PeerMemory(int size, size_t slot_bytes)
+PeerMemory::PeerMemory(int rank, int size, size_t slot_bytes)
     : slot_bytes_((slot_bytes + 4095) / 4096 * 4096),
       small_bytes_(std::min(most_small_bytes, size * slot_bytes_)),
+      rank_(rank),
       base_(size, nullptr) {
   static_assert((words + small_flag_words + first_number + most_numbers) * sizeof(uint32_t) <= flag_bytes, "flags");
   if (size > most_ranks) throw std::runtime_error("a group of more than 64 ranks on one host");
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes()), "cudaMalloc of memory that peers write");
-  own_ = static_cast<char*>(memory);
+  base_[rank] = own_ = static_cast<char*>(memory);
   check(cudaMemset(own_, 0, small_at()), "cudaMemset of flags");
   check(cudaDeviceSynchronize(), "clearing flags");
 }
@@ -30,13 +31,9 @@ std::string PeerMemory::handle() const {
   return std::string(handle.reserved, sizeof handle.reserved);
 }
 
-void PeerMemory::connect(int rank, const std::vector<std::string>& handles) {
-  rank_ = rank;
+void PeerMemory::connect(const std::vector<std::string>& handles) {
   for (int peer = 0; peer < static_cast<int>(base_.size()); ++peer) {
-    if (peer == rank) {
-      base_[peer] = own_;
-      continue;
-    }
+    if (peer == rank_) continue;
     cudaIpcMemHandle_t handle;
     if (handles[peer].size() != sizeof handle.reserved) throw std::runtime_error("a peer's memory handle is malformed");
     std::memcpy(handle.reserved, handles[peer].data(), sizeof handle.reserved);
@@ -48,7 +45,8 @@ void PeerMemory::connect(int rank, const std::vector<std::string>& handles) {
 
 void PeerMemory::disconnect() {
   for (int peer = 0; peer < static_cast<int>(base_.size()); ++peer) {
-    if (peer != rank_ && base_[peer]) cudaIpcCloseMemHandle(base_[peer]);
+    if (peer == rank_) continue;
+    if (base_[peer]) cudaIpcCloseMemHandle(base_[peer]);
     base_[peer] = nullptr;
   }
 }
@@ -207,7 +205,7 @@ void Group::allocate(size_t slot_bytes) {
   check(cudaDeviceSynchronize(), "waiting for operations under way");
   if (peers && peers->by_device) kept_.push_back(std::move(peers));
   peers = nullptr;
-  peers = std::make_unique<PeerMemory>(size, slot_bytes);
+  peers = std::make_unique<PeerMemory>(rank, size, slot_bytes);
   uses_ = 0;
   std::lock_guard<std::mutex> lock(awaited_mutex_);
   for (auto& counts : awaited_) counts.clear();

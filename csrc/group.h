@@ -51,15 +51,15 @@ class PeerMemory {
   static constexpr size_t tiny_bytes = 128 << 10;       // for each rank's words in each of the two areas for tiny sums
   static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`
 
-  PeerMemory(int size, size_t slot_bytes);
+  PeerMemory(int rank, int size, size_t slot_bytes);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
 
   size_t bytes() const { return slots_at() + slots * slot_bytes_; }
-  std::string handle() const;                                       // for the peers
-  void connect(int rank, const std::vector<std::string>& handles);  // one of each rank
-  void disconnect();                                                // before any peer frees its memory
+  std::string handle() const;                             // for the peers
+  void connect(const std::vector<std::string>& handles);  // one of each rank
+  void disconnect();                                      // before any peer frees its memory
 
   char* slot(int rank, int slot) const { return base_[rank] + slots_at() + slot * slot_bytes_; }
   // On `rank`: what `from` has pushed, and (written by that peer) what it has emptied of its own.
@@ -98,9 +98,9 @@ class PeerMemory {
 
   size_t slot_bytes_;
   size_t small_bytes_;  // for every sum of which a slot has room for a rank's part
-  int rank_ = -1;
+  const int rank_;
   uint32_t numbers_[2] = {0, eager_numbers};  // how many have been used: outside graphs, in turn; and in graphs
-  std::vector<char*> base_;                   // of each rank, as this process sees it
+  std::vector<char*> base_;                   // of each rank, as this process sees it: its own always
   char* own_ = nullptr;
 };
 

@@ -35,8 +35,9 @@ cublasLtEpilogue_t epilogue_of(const Product& product) {
 }  // namespace
 
 // Each product is done by cuBLASLt's first algorithm. Timed in turn with others, another of its first eight took 0.92
-// to 0.98 of that one's time for weights' gradients of Llama 3 and GPT-3 layers (H200, cuBLAS 13); but each alone for
-// 150 ms, at the clock that its own power leaves, none took less than 0.98, and most 1.0 to 1.1.
+// to 0.98 of that one's time for weights' gradients of Llama 3 and GPT-3 layers (H200, cuBLAS 13). But each alone for
+// 150 ms, at the clock that its own power leaves, none was faster for 8B, and the fastest took 0.96 for 70B and GPT-3:
+// what is timed between others need not be what is best among its like.
 //
 // cuBLASLt counts columns first: a row-major matrix is its transpose there. So y' = b' a', and "first" is b.
 struct Matmul::Plan {

@@ -168,7 +168,7 @@ PyObject* group_connect(PyObject*, PyObject* args) {
       handles.emplace_back(bytes, length);
       Py_DECREF(item);
     }
-    group.peers->connect(group.rank, handles);
+    group.peers->connect(handles);
     return Py_NewRef(Py_None);
   });
 }

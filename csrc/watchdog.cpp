@@ -84,10 +84,10 @@ void Watchdog::finish() {
 }
 
 void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& operation, const std::string& why) {
+  reported_ = true;  // from now on `finish` waits for all that follows
   lock.unlock();
   calls_.report(operation, why);
   lock.lock();
-  reported_ = true;
   let_go(lock);
 }
 

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tpfused.group import TPGroup
-from tpfused.parameter import check_size
+from tpfused.parameter import check_integer, check_size
 from tpfused.placement import is_dtensor
 from tpfused.reference import autocast_dtype
 from tpfused.sharding import shard_size
@@ -85,12 +85,6 @@ def check_logits(logits: Tensor, vocab_size: int | None, operation: str) -> None
 def check_number(number: float, what: str) -> None:
     if not isinstance(number, int | float) or isinstance(number, bool):
         raise TypeError(f"{what} must be a number, not {number!r}")
-
-
-def check_integer(number: int, what: str) -> None:
-    """Refuse what is no integer, True and False too, which would count as 1 and 0."""
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{what} must be an integer, not {number!r}")
 
 
 def check_dense(x: Tensor, layer: str, what: str) -> None:

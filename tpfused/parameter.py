@@ -275,9 +275,14 @@ def _name_of(function: Callable) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
+def check_integer(number: int, what: str) -> None:
+    """Refuse what is no integer, True and False too, which would count as 1 and 0."""
+    if not isinstance(number, int) or isinstance(number, bool):
+        raise TypeError(f"{what} must be an integer, not {number!r}")
+
+
 def check_size(size: int, what: str) -> None:
-    if not isinstance(size, int) or isinstance(size, bool):
-        raise TypeError(f"{what} must be an integer, not {type(size).__name__} {size!r}")
+    check_integer(size, what)
     if size < 1:
         raise ValueError(f"{what} must be at least 1, not {size}")
 

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
+from tpfused.agreement import by_rank
 from tpfused.checking.cases import Case, run
 from tpfused.checking.rule import Verdict
 from tpfused.group import TPGroup, resolve_group
@@ -72,8 +73,8 @@ def _lacking(group: TPGroup, device: torch.device) -> dict[str, str]:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
         tiers = tiers_of(group, device)
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, (tiers, [str(each.message).removeprefix("tpfused: ") for each in caught]))
+    mine = tiers, [str(each.message).removeprefix("tpfused: ") for each in caught]
+    told = by_rank(mine, dist.group.WORLD).values()
     reasons = {name: [why for tiers, why in told if name not in tiers] for name in TIERS}
     return {
         name: "; ".join(dict.fromkeys(chain(*of_ranks))) or "not all ranks have it"
@@ -91,7 +92,5 @@ def _attempt(case: Case, group: TPGroup, device: torch.device) -> tuple[Verdict,
 
 def _agreed(mine: tuple[Verdict, str]) -> Answer:
     """The worst of all ranks'."""
-    told: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(told, mine)
-    rank, (verdict, error) = max(enumerate(told), key=lambda each: each[1][0].ratio)
+    rank, (verdict, error) = max(by_rank(mine, dist.group.WORLD).items(), key=lambda each: each[1][0].ratio)
     return Answer(*verdict, error=f"rank {rank}: {error}" if error else "")
