@@ -278,7 +278,7 @@ def _name_of(function: Callable) -> str:
 def check_integer(number: int, what: str) -> None:
     """Refuse what is no integer, True and False too, which would count as 1 and 0."""
     if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{what} must be an integer, not {number!r}")
+        raise TypeError(f"{what} must be an integer, not {type(number).__name__} {number!r}")
 
 
 def check_size(size: int, what: str) -> None:
