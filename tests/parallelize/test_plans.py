@@ -146,11 +146,11 @@ class Dropouts(nn.Module):
         return self.outside(torch.ones_like(self.down(self.part)))
 
 
-def check_half_a_pair(ctx):
+def check_half_a_pair(ctx, tp):
     """A "colwise" layer before one that has no style: what the other gets is this rank's part."""
-    for features in (16, 10):  # of 10, the ranks have 3, 3, 3 and 1
+    for features in (16, 10):  # of 10, four ranks have 3, 3, 3 and 1
         layers = OrderedDict(up=nn.Linear(8, features), act=nn.ReLU(), down=nn.Linear(features, 8))
-        model = tpfused.parallelize(nn.Sequential(layers).to(ctx.device), ctx.mesh(4), {"up": "colwise"})
+        model = tpfused.parallelize(nn.Sequential(layers).to(ctx.device), ctx.mesh(tp), {"up": "colwise"})
         with pytest.raises(ValueError, match=f"{features} inputs, whole on each rank, got .*'rowwise'"):
             model(torch.ones(3, 8, device=ctx.device))
         with pytest.raises(RuntimeError, match="mat1 and mat2"):  # of no rank's part
@@ -158,8 +158,9 @@ def check_half_a_pair(ctx):
         assert model.down(torch.ones(3, features, device=ctx.device)).shape == (3, 8)
 
 
-def test_half_a_pair(workers):
-    workers.run(check_half_a_pair)
+@pytest.mark.parametrize("tp", [2, 4], indirect=True)
+def test_half_a_pair(workers, tp):
+    workers.run(check_half_a_pair, tp)
 
 
 def check_dropout(ctx, tp, seed):

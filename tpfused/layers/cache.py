@@ -175,7 +175,10 @@ class KVCache:
         if not 0 <= tokens <= self.max_tokens:
             raise ValueError(f"a cache of max_tokens {self.max_tokens} cannot hold {tokens} tokens")
         self._length = tokens
-        self._device_length.fill_(tokens)
+        if torch.compiler.is_compiling():
+            _set_length(self._device_length, tokens)
+        else:
+            self._device_length.fill_(tokens)
 
     def extend(self, tokens: int) -> list[LayerCache]:
         """What each layer needs to add `tokens` tokens. The length stays: `added` raises it when all layers have.
@@ -207,7 +210,8 @@ class KVCache:
 
     def captured(self) -> bool:
         """Whether a CUDA graph is being captured: shapes and numbers of the host are for all its replays then."""
-        return self.keys.is_cuda and torch.cuda.is_current_stream_capturing()
+        # Compiled code would hold the answer, and not each torch lets it ask; `_set_length` does.
+        return self.keys.is_cuda and not torch.compiler.is_compiling() and torch.cuda.is_current_stream_capturing()
 
     def check(self, model: ParallelTransformer, ids: Tensor) -> None:
         """Refuse `ids` ``[batch, tokens]`` that are not for this cache, and a model that it was not made for."""
@@ -222,6 +226,16 @@ class KVCache:
             raise ValueError(
                 "a cache is for inference: call model.eval(), and the model under torch.inference_mode() or no_grad()"
             )
+
+
+@torch.library.custom_op("tpfused::set_length", mutates_args=("length",), tags=(torch.Tag.cudagraph_unsafe,))
+def _set_length(length: Tensor, tokens: int) -> None:
+    """For compiled code, of which a CUDA graph would set the same length with each replay."""
+    if length.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a compiled model's call with a KVCache cannot be captured in a CUDA graph: capture the model itself"
+        )
+    length.fill_(tokens)
 
 
 @contextmanager
