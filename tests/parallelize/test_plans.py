@@ -146,8 +146,9 @@ class Dropouts(nn.Module):
         return self.outside(torch.ones_like(self.down(self.part)))
 
 
-def check_half_a_pair(ctx, tp):
+def check_half_a_pair(ctx, tp, seed):
     """A "colwise" layer before one that has no style: what the other gets is this rank's part."""
+    torch.manual_seed(seed)
     for features in (16, 10):  # of 10, four ranks have 3, 3, 3 and 1
         layers = OrderedDict(up=nn.Linear(8, features), act=nn.ReLU(), down=nn.Linear(features, 8))
         model = tpfused.parallelize(nn.Sequential(layers).to(ctx.device), ctx.mesh(tp), {"up": "colwise"})
@@ -159,8 +160,8 @@ def check_half_a_pair(ctx, tp):
 
 
 @pytest.mark.parametrize("tp", [2, 4], indirect=True)
-def test_half_a_pair(workers, tp):
-    workers.run(check_half_a_pair, tp)
+def test_half_a_pair(workers, tp, seed):
+    workers.run(check_half_a_pair, tp, seed)
 
 
 def check_dropout(ctx, tp, seed):
