@@ -8,7 +8,7 @@ import torch
 from tests.compare import Block
 from tests.layers.paths import assert_near, gradients
 from tests.layers.test_transformer import GPT, LLAMA
-from tests.overlap.cases import poisoned
+from tests.overlap.cases import make_graphed, poisoned
 from tpfused import ParallelMLP, ParallelTransformer, ParallelTransformerBlock
 from tpfused.overlap import communicator
 from tpfused.overlap.tiers import tier
@@ -38,7 +38,7 @@ def check(block, name, build, draw, tolerance):
     torch.manual_seed(block.seed + 1)
     given = draw()
     with poisoned(), tier(name):
-        graphed = torch.cuda.make_graphed_callables(module, (given,))
+        graphed = make_graphed(module, (given,))
         for step in range(REPLAYS):
             with torch.no_grad():  # as an optimizer would, in place
                 for param, twin in zip(module.parameters(), eager.parameters(), strict=True):

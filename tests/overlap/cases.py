@@ -2,6 +2,7 @@
 the GPU until they are looked at.
 """
 
+import gc
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,12 @@ def largest_error(actual: Sequence[Tensor], expected: Sequence[Tensor], scales: 
 
 def largest(x: Tensor) -> float:
     return x.abs().amax().item() if x.numel() else 0.0
+
+
+def make_graphed(function, inputs):
+    """As torch does, whose graphs die in cycles: one that is collected during a capture breaks it off."""
+    gc.collect()
+    return torch.cuda.make_graphed_callables(function, inputs)
 
 
 class Captured:

@@ -15,6 +15,7 @@ from tests.overlap.cases import (
     Errors,
     largest,
     largest_error,
+    make_graphed,
     perhaps_late,
     poisoned,
 )
@@ -90,7 +91,7 @@ def check_graphed_callable(ctx, name, steps, seed):
     scales = [[largest(x) for x in each] for each in expected]
     with poisoned():
         with tier(name):
-            graphed = torch.cuda.make_graphed_callables(layer, some_inputs())
+            graphed = make_graphed(layer, some_inputs())
         errors = Errors(ctx, [name])
         for _ in range(steps):
             index = rng.randrange(INPUTS)

@@ -100,7 +100,11 @@ class GpuTimer:
             raise Uncapturable("an earlier capture was broken off: this process can have no other")
         graph = torch.cuda.CUDAGraph()
         try:
-            with torch.cuda.graph(graph, stream=self.stream, capture_error_mode=self._mode), _synchronising_raises():
+            with (
+                torch.cuda.graph(graph, stream=self.stream, capture_error_mode=self._mode),
+                _synchronising_raises(),
+                _no_collection(),
+            ):
                 for _ in range(calls):
                     call()
         except torch.OutOfMemoryError:
@@ -201,6 +205,16 @@ def _synchronising_raises() -> Iterator[None]:
             yield
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+@contextmanager
+def _no_collection() -> Iterator[None]:
+    """Inside, the garbage collector frees no earlier graph, which would break a capture off."""
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def _mend_generator() -> None:
