@@ -14,6 +14,7 @@ FC1 = {
     "8B qkv": (8192, 4096, 6144),
     "70B fc1": (8192, 8192, 28672),
     "70B qkv": (8192, 8192, 10240),
+    "GPT-3 fc1": (8192, 12288, 49152),
     "8B fc1 M2048": (2048, 4096, 14336),
 }
 GATHERED = ("8B fc1", "8B qkv")
@@ -31,7 +32,7 @@ MLP = {
     "GPT-3": (8192, 12288, 49152),
     "8B M2048": (2048, 4096, 14336),
 }
-DECODE = {f"decode M{m}": (m, 14336, 8192) for m in (1, 8, 16, 64)}
+DECODE = {f"decode M{m}": (m, 14336, 8192) for m in (1, 8, 16, 64, 256)}
 SWEEP = [2**power for power in range(15)]  # tokens
 QUICK = ("8B fc1", "8B fc2", "8B", "decode M8")
 
