@@ -138,6 +138,15 @@ PyObject* group_deterministic(PyObject*, PyObject* args) {
   return Py_NewRef(Py_None);
 }
 
+PyObject* group_check_alive(PyObject*, PyObject* args) {
+  long long address;
+  if (!PyArg_ParseTuple(args, "L:group_check_alive", &address)) return nullptr;
+  return guarded([&] {
+    at<Group>(address)->check_alive();
+    return Py_NewRef(Py_None);
+  });
+}
+
 PyObject* group_disconnect(PyObject*, PyObject* args) {
   long long address;
   if (!PyArg_ParseTuple(args, "L:group_disconnect", &address)) return nullptr;
@@ -378,6 +387,8 @@ PyMethodDef methods[] = {
      "group_timeout(group, seconds): after which an operation that has begun and not ended is given up."},
     {"group_deterministic", group_deterministic, METH_VARARGS,
      "group_deterministic(group, wanted): whether every tier gives the same bits from now on. On all ranks."},
+    {"group_check_alive", group_check_alive, METH_VARARGS,
+     "group_check_alive(group): raises where an operation was broken off or given up."},
     {"group_disconnect", group_disconnect, METH_VARARGS,
      "group_disconnect(group), when its operations have ended: before any rank frees the memory that peers write."},
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},

@@ -1,5 +1,6 @@
 #include "watchdog.h"
 
+#include <cstdio>
 #include <utility>
 
 #include "check.h"
@@ -11,7 +12,9 @@ constexpr auto pause = std::chrono::milliseconds(100);
 constexpr size_t looked_at_together = 16;  // operations; for each alone, that would be a call more
 
 std::string not_ended(double seconds) {
-  return "has not ended after " + std::to_string(static_cast<int>(seconds)) + " s";
+  char text[64];
+  std::snprintf(text, sizeof text, "has not ended after %.*f s", seconds < 10 ? 1 : 0, seconds);
+  return text;
 }
 
 }  // namespace
@@ -80,7 +83,7 @@ cudaEvent_t Watchdog::end(cudaStream_t stream) {
 void Watchdog::finish() {
   std::unique_lock<std::mutex> lock(mutex_);
   wake_.notify_all();
-  idle_.wait(lock, [this] { return over_ || (!reported_ && watched_.empty() && !replays_under_way()); });
+  idle_.wait(lock, [this] { return watched_.empty() && (over_ || (!reported_ && !replays_under_way())); });
 }
 
 void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& operation, const std::string& why) {
@@ -91,27 +94,29 @@ void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& ope
   let_go(lock);
 }
 
-// Once does not do: a peer that comes to the same later sets counts that have been set too far back.
+// Once does not do: a peer that comes to the same later sets counts that have been set too far back. And what another
+// thread was about to enqueue comes yet.
 void Watchdog::let_go(std::unique_lock<std::mutex>& lock) {
-  while (!stopping_ && !watched_.empty()) {
-    if (cudaEventQuery(watched_.front().ended) != cudaErrorNotReady) {
+  while (!stopping_) {
+    if (watched_.empty()) {
+      over_ = true;
+      idle_.notify_all();
+      wake_.wait(lock);
+    } else if (cudaEventQuery(watched_.front().ended) != cudaErrorNotReady) {
       forget_oldest();
-      continue;
+    } else {
+      lock.unlock();
+      calls_.release();
+      lock.lock();
+      wake_.wait_for(lock, pause);
     }
-    lock.unlock();
-    calls_.release();
-    lock.lock();
-    wake_.wait_for(lock, pause);
   }
-  over_ = true;
-  idle_.notify_all();
 }
 
 void Watchdog::watch_replays(const char* operation) {
   std::lock_guard<std::mutex> lock(mutex_);
   if (captured_.empty()) replays_since_ = Clock::now();
-  if (captured_.find(operation) == std::string::npos)
-    captured_ += (captured_.empty() ? "" : " or ") + std::string(operation);
+  captured_.insert(operation);
   wake_.notify_all();
 }
 
@@ -136,7 +141,9 @@ void Watchdog::watch() {
   while (!stopping_) {
     auto now = Clock::now();
     if (!captured_.empty() && replays_expired(now)) {
-      return report(lock, "a replayed " + captured_, not_ended(timeout_seconds));
+      std::string names;
+      for (const std::string& name : captured_) names += (names.empty() ? "" : " or ") + name;
+      return report(lock, "a replayed " + names, not_ended(timeout_seconds));
     }
     if (watched_.empty()) {
       idle_.notify_all();

@@ -8,6 +8,7 @@
 #include <deque>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <string>
 #include <thread>
 #include <vector>
@@ -62,8 +63,8 @@ class Watchdog {
   const Calls calls_;
   std::mutex mutex_;
   std::condition_variable wake_, idle_;
-  bool stopping_ = false, reported_ = false, over_ = false;  // over: nothing is watched any more
-  std::string captured_;                                     // the operations' names
+  bool stopping_ = false, reported_ = false, over_ = false;  // over: what was watched at the report has ended
+  std::set<std::string> captured_;                           // the operations' names
   uint32_t replays_ended_ = 0;
   Clock::time_point replays_since_;  // when that many had ended, or none was under way
   std::deque<Watched> watched_;

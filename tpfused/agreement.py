@@ -6,6 +6,7 @@ Ranks are named by their numbers in the default group, whatever the group that t
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,6 +18,8 @@ T = TypeVar("T")
 # Ranks that hear of an exception raise one of these of its kinds; RuntimeError for others, which may take other
 # arguments than a text.
 _KINDS = (FileNotFoundError, OSError, ImportError, NotImplementedError, TypeError, ValueError)
+
+LEFT = b"left"
 
 
 class _Sent(NamedTuple):
@@ -96,26 +99,53 @@ def meet(group: dist.ProcessGroup, what: str, seconds: float) -> None:
     """Wait until all ranks of the group are here, before exchanges whose own time-out names no rank.
 
     Through the group's store: no collective is left half done, and no GPU takes part. The n-th meeting of one rank is
-    the n-th of all.
+    the n-th of all; one that failed may be tried again.
+
+    A rank has come when it has seen this one, too: the store may remember ranks that have given up waiting, and others
+    of a group that was destroyed before.
 
     Raises:
         RuntimeError: some have not come after so many `seconds`; names them, by their numbers in the group, and `what`.
     """
     for gone in [known for known in _meetings if not exists(known)]:
         del _meetings[gone]
-    number = _meetings[group] = _meetings.get(group, 0) + 1
+    number = _meetings.get(group, 0) + 1
     store, rank, size = dist.distributed_c10d._get_process_group_store(group), dist.get_rank(group), group.size()
-    came = [f"tpfused/meeting {number}/{each}" for each in range(size)]
-    store.set(came[rank], "")
+    came, seen = ([f"tpfused/meeting {number}/{word}/{each}" for each in range(size)] for word in ("came", "seen"))
+    token = uuid.uuid4().hex.encode()
+    store.set(came[rank], token)
     deadline, pause = time.monotonic() + seconds, 1e-3
-    while not store.check(came):
+    while missing := _not_here(store, came, seen, rank, token):
         if time.monotonic() > deadline:
-            missing = ", ".join(f"rank {each}" for each, key in enumerate(came) if not store.check([key]))
-            raise RuntimeError(f"{what} on rank {rank} of {size}: not called after {seconds:g} s by {missing}")
+            # Those that waited as long and have just left are missing because of others.
+            never = [each for each in missing if not (store.check([came[each]]) and store.get(came[each]) == LEFT)]
+            for key in (came[rank], seen[rank]):
+                store.set(key, LEFT)  # no other is to take this one for waiting
+            names = ", ".join(f"rank {each}" for each in never or missing)
+            raise RuntimeError(f"{what} on rank {rank} of {size}: not called after {seconds:g} s by {names}")
         time.sleep(pause)
         pause = min(2 * pause, 0.05)
+    _tell_seen(store, came, seen[rank])  # once more: by now all have come, and wait for nothing else
+    _meetings[group] = number
     if number > 1:  # which all ranks have left, as they are in this one
-        store.delete_key(f"tpfused/meeting {number - 1}/{rank}")
+        for word in ("came", "seen"):
+            store.delete_key(f"tpfused/meeting {number - 1}/{word}/{rank}")
+
+
+def _not_here(store: dist.Store, came: list[str], seen: list[str], rank: int, token: bytes) -> list[int]:
+    """The ranks that have not come or not seen this one's `token`; once all have come, tells whom this one sees."""
+
+    def absent(keys: list[str]) -> list[int]:
+        return [] if store.check(keys) else [each for each, key in enumerate(keys) if not store.check([key])]
+
+    if missing := absent(came):
+        return missing
+    _tell_seen(store, came, seen[rank])
+    return absent(seen) or [each for each, told in enumerate(store.multi_get(seen)) if token not in told]
+
+
+def _tell_seen(store: dist.Store, came: list[str], key: str) -> None:
+    store.set(key, b" ".join(store.multi_get(came)))
 
 
 _meetings: dict[dist.ProcessGroup, int] = {}  # how many each group has had

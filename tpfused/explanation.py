@@ -158,7 +158,7 @@ def explain() -> Explanation:
 
     workspaces = calls.workspace_bytes()
     memory = [
-        GroupMemory(str(device), made.size, made.peer_bytes, workspaces.get(device, 0))
-        for device, made in communicator.all_made()
+        GroupMemory(str(made.device), made.size, made.peer_bytes, workspaces.get(made.device, 0))
+        for made in communicator.all_made()
     ]
     return Explanation(choice.made(), memory, _told.values())

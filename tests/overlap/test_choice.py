@@ -28,6 +28,11 @@ class FakeCommunicator:
     def __init__(self, *tiers):
         self.tiers = tiers
         self.module = SimpleNamespace(build_info=lambda: {"sources": "1234", "nccl_loaded": 22809})
+        self.given_up = None
+
+    def check_alive(self):
+        if self.given_up:
+            raise RuntimeError(self.given_up)
 
 
 class Attempts:
@@ -194,6 +199,40 @@ def check_absent_ranks(ctx, folder):
 
 def test_ranks_that_do_not_come_to_a_new_size_are_named(workers, tmp_path):
     workers.run(check_absent_ranks, tmp_path)
+
+
+def check_given_up(ctx, folder):
+    """An operation of the group was given up: all raise at one that is new, and this rank at any."""
+
+    def give_up():
+        if ctx.rank == 2:
+            made.given_up = "op has not ended after 1 s"
+        raise RuntimeError("given up")
+
+    class GivesUp(Attempts):
+        def __call__(self, chosen):
+            return super().__call__(chosen) if chosen is None else give_up()
+
+    for attempts in (Attempts(), GivesUp()):  # before it is measured, and meanwhile
+        made = FakeCommunicator(*TIERS)
+        with fakes(folder / type(attempts).__name__, made):
+            assert tier_of(ctx, Attempts(reference=1.0), operation="known") == "reference"
+            if type(attempts) is Attempts:
+                made.given_up = "op has not ended after 1 s" if ctx.rank == 2 else None
+            told = "^op has not ended" if ctx.rank == 2 else "rank 2 raised RuntimeError: op has not ended after 1 s"
+            with pytest.raises(RuntimeError, match=told):
+                tier_of(ctx, attempts, operation="new")
+            if ctx.rank == 2:
+                with pytest.raises(RuntimeError, match=told):
+                    tier_of(ctx, Attempts(), operation="known")
+                with pytest.raises(RuntimeError, match=told):
+                    tier_of(ctx, Attempts(), dtype=torch.float64)
+            else:
+                assert tier_of(ctx, Attempts(), operation="known") == "reference"
+
+
+def test_after_a_time_out_no_operation_runs(workers, tmp_path):
+    workers.run(check_given_up, tmp_path)
 
 
 def check_places(ctx, folder):

@@ -30,6 +30,7 @@ def fakes(load):
         warnings.simplefilter("always")
         patch.setattr(extension, "load", load)
         patch.setattr(communicator, "_communicators", {})
+        patch.setattr(communicator, "_left", [])
         patch.setattr(torch.cuda, "device", lambda device: nullcontext())
         patch.setattr(torch.cuda, "synchronize", lambda device: None)
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
@@ -162,6 +163,22 @@ def check_a_group_that_is_gone(ctx, folder):
 
 def test_a_group_that_is_gone(workers, tmp_path):
     workers.run(check_a_group_that_is_gone, str(tmp_path))
+
+
+def check_a_large_group_that_is_gone(ctx, folder):
+    """Ranks of the next group know nothing of the others, which may have its memory open still."""
+    module = fake_module(group_peer_bytes=Mock(return_value=100))
+    with fakes(lambda: module):
+        assert communicator.communicator_of(resolve_group(ctx.group(4)), DEVICE) is not None
+        ctx.rejoin(folder)
+        for made, size in ((2, 2), (2, 4)):  # how many there are then
+            assert communicator.communicator_of(resolve_group(ctx.group(size)), DEVICE) is not None
+            assert len(communicator.all_made()) == made and communicator.peer_bytes() == 100 * made
+            assert module.group_destroy.call_count == (size == 4)
+
+
+def test_a_large_group_that_is_gone(workers, tmp_path):
+    workers.run(check_a_large_group_that_is_gone, str(tmp_path))
 
 
 def check_a_large_group(ctx):

@@ -30,7 +30,7 @@ def test_measuring_takes_turns(monkeypatch):
         return next(seconds[name])
 
     monkeypatch.setattr(measure, "_lap", lap)
-    monkeypatch.setattr(measure, "by_rank", lambda value, process_group: {0: value})
+    monkeypatch.setattr(measure, "by_rank", lambda value, process_group, call: {0: value})
     us, failures = measure.measure({"p2p": "p2p", "reference": "reference"}, torch.device("cpu"), None)
     assert us == {"p2p": 200.0, "reference": 100.0} and not failures  # the first lap does not count
     assert order == [("p2p", 2), ("reference", 2)] + [("p2p", 20), ("reference", 20)] * measure.ROUNDS

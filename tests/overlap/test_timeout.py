@@ -40,7 +40,7 @@ def check_missing_rank(ctx, name, what, replayed):
     torch.manual_seed(0)
     *sizes, missing = CASES[what]
     group, case, last = dist.new_group(), Case(ctx, *sizes), ctx.world - 1
-    told = f"{sizes[0]} on rank {ctx.rank} of {ctx.world} has not ended after \\d s"
+    told = f"{sizes[0]} on rank {ctx.rank} of {ctx.world} has not ended after \\d\\.\\d s"
     if name == "p2p":
         told += "; " + (ROWS if replayed and missing == BLOCK else missing).format(last)
     with tier(name):
@@ -82,7 +82,7 @@ def check_memory_freed_meanwhile(ctx, name):
         if ctx.rank == ctx.world - 1:
             time.sleep(6)
         else:
-            told = f"has not ended after \\d s; which ranks are missing can't be seen|{ROWS.format(ctx.world - 1)}"
+            told = f"not ended after \\d\\.\\d s; which ranks are missing can't be seen|{ROWS.format(ctx.world - 1)}"
             assert_given_up(told, operate, partial(case.run, group))
         dist.barrier()
         dist.destroy_process_group(group)

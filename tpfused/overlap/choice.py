@@ -20,11 +20,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 import tpfused
-from tpfused.agreement import by_rank
+from tpfused.agreement import by_rank, together
 from tpfused.explanation import Choice, size_text
 from tpfused.group import TPGroup, exists
 from tpfused.overlap import saved
 from tpfused.overlap.communicator import (
+    MAKING,
     TYPES,
     Communicator,
     Shape,
@@ -39,6 +40,7 @@ from tpfused.overlap.tiers import PLAIN, TIERS, exact, wanted, why_invalid
 Chosen = tuple[Communicator, str] | None
 Attempt = Callable[[Chosen], object]
 
+CHOOSING = "the choice of a tier"
 MOST = 4096  # shapes that are known, cases that are listed, and of one group cases that are measured
 
 
@@ -50,6 +52,14 @@ class _Place:
     tiers: tuple[str, ...] = ()
     name: str = ""  # cards, hosts and versions, for which a measurement is kept
     why_none: str = ""
+
+    def check_alive(self) -> None:
+        """
+        Raises:
+            RuntimeError: an operation of the group was given up: what this rank has computed since is wrong.
+        """
+        if self.communicator is not None:
+            self.communicator.check_alive()
 
 
 _UNKNOWN = object()
@@ -73,7 +83,8 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
 
     Raises:
         ValueError: the tier that TPFUSED_TIER or `tier` asks for is not to be had here; the ranks' shapes differ, which
-        is looked at where the case is new, and under TORCH_DISTRIBUTED_DEBUG=DETAIL at each call.
+            is looked at where the case is new, and under TORCH_DISTRIBUTED_DEBUG=DETAIL at each call.
+        RuntimeError: an earlier operation of the group was given up on this rank, or on any where the case is new.
     """
     dtype = x.dtype
     if group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL:
@@ -83,7 +94,13 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
         dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
     )  # fmt: skip
     chosen = _known.get(key, _UNKNOWN)
-    return _look_closer(key, operation, group, x, shape, attempt) if chosen is _UNKNOWN else chosen
+    if chosen is _UNKNOWN:
+        chosen = _look_closer(key, operation, group, x, shape, attempt)
+    if chosen is None and group.size > 1:  # else the operation itself looks
+        place = _places.get((group.process_group, x.device))
+        if place is not None:
+            place.check_alive()
+    return chosen
 
 
 def tiers_of(group: TPGroup, device: torch.device) -> tuple[str, ...]:
@@ -192,7 +209,8 @@ def _agreed(
     is_first = group.rank == 0
     meet_for(call, group.process_group)
     kept = saved.load().get(place.name, {}).get(case) if is_first else None
-    calls, (us, *_) = zip(*exchange((call, kept), group.process_group), strict=True)
+    together(place.check_alive, [group.process_group], CHOOSING)
+    calls, (us, *_) = zip(*exchange((call, kept), group.process_group, CHOOSING), strict=True)
     if len(set(calls)) > 1:
         raise ValueError(f"the ranks call an operation with different sizes: {', '.join(calls)}")
     if us and set(us) == {*place.tiers, "reference"}:
@@ -200,6 +218,7 @@ def _agreed(
     candidates = {tier: partial(attempt, (place.communicator, tier)) for tier in place.tiers}
     candidates["reference"] = partial(attempt, None)
     us, failures = measure(candidates, device, group.process_group)
+    together(place.check_alive, [group.process_group], CHOOSING)  # a tier that was given up is no slower one
     if is_first and not failures:  # a failure may have been for want of memory, which another process has
         saved.save(place.name, case, us)
     return fastest(us), "; ".join(["measured", *(f"{tier} failed on {what}" for tier, what in failures.items())]), us
@@ -222,7 +241,7 @@ def _look_around(group: TPGroup, device: torch.device) -> _Place:
     except Exception as error:  # on one rank, perhaps: the others must not use theirs
         why_none = f"{type(error).__name__}: {error}"
     tiers = communicator.tiers if communicator else ()
-    told = by_rank((why_none, tiers, _card(device), platform.node()), group.process_group)
+    told = by_rank((why_none, tiers, _card(device), platform.node()), group.process_group, MAKING)
     all_why, all_tiers, cards, hosts = zip(*told.values(), strict=True)
     for rank, why_none in zip(told, all_why, strict=True):
         if why_none:

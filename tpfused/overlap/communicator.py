@@ -6,6 +6,8 @@ other's memory, buffers that the peers write.
 
 from __future__ import annotations
 
+import os
+import platform
 import warnings
 from math import isfinite
 from numbers import Real
@@ -26,6 +28,7 @@ TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
 MOST_RANKS = 64
+MAKING = "a group's first overlapped operation"
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
 WORKSPACE = {code: 2 * (2 if code == TYPES[torch.float32] else 32) * 2**20 for code in (*TYPES.values(), TF32)}
 
@@ -41,14 +44,15 @@ class Communicator:
         self.module, self.handle = module, handle
         self.rank, self.size = group.rank, group.size
         self.process_group = group.process_group
-        self._device = device
+        self.members: frozenset = frozenset()  # the processes, by their host and number
+        self.device = device
         self._slot_bytes = 0
         self._deterministic = self._has_nccl = False
         self.set_timeout(_timeout)
         self.tiers = ("nccl",)
         if not self._on_one_host():
             self._warn_of_nccl("they are on several hosts")
-        elif self._grow(FIRST_SLOT):
+        elif self._grow(FIRST_SLOT, MAKING):
             self.tiers = ("p2p", "nccl")
         else:
             self._warn_of_nccl("they do not reach each other's memory")
@@ -67,16 +71,24 @@ class Communicator:
             )
         meet_for(operation, self.process_group)
         unique_id, failure = attempt(self.module.nccl_unique_id) if self.rank == 0 else (None, None)
-        (unique_id, *_) = exchange(unique_id, self.process_group)
+        (unique_id, *_) = exchange(unique_id, self.process_group, operation)
         if unique_id is not None:
             _, failure = attempt(self.module.group_connect_nccl, self.handle, unique_id, NCCL_PROCESSORS)
-        for rank, told in by_rank(_reason(failure), self.process_group).items():
+        for rank, told in by_rank(_reason(failure), self.process_group, operation).items():
             if told:
                 raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
         self._has_nccl = True
 
     def set_timeout(self, seconds: float) -> None:
         self.module.group_timeout(self.handle, seconds)
+
+    def check_alive(self) -> None:
+        """
+        Raises:
+            RuntimeError: an operation was broken off or given up: what this rank has computed since is wrong.
+        """
+        if self.handle:
+            self.module.group_check_alive(self.handle)
 
     def leave(self) -> None:
         """Wait for this rank's operations, and let go of the peers' memory. Each has to before any rank closes."""
@@ -98,7 +110,7 @@ class Communicator:
                 f"to write, while there are {self._slot_bytes}: run it once before the capture"
             )
         meet_for(operation, self.process_group)
-        if not self._grow(rounded_up(slot_bytes)):
+        if not self._grow(rounded_up(slot_bytes), operation):
             raise RuntimeError(f"a rank could not get {slot_bytes / 2**20:.0f} MiB of memory for its peers to write")
 
     @property
@@ -118,21 +130,22 @@ class Communicator:
 
     def _on_one_host(self) -> bool:
         boot, _ = attempt(Path("/proc/sys/kernel/random/boot_id").read_text)
-        boots = exchange(boot, self.process_group)
-        return boots[0] is not None and len(set(boots)) == 1
+        self.members = frozenset(exchange((boot, platform.node(), os.getpid()), self.process_group, MAKING))
+        boots = {boot for boot, *_ in self.members}
+        return boots != {None} and len(boots) == 1
 
-    def _grow(self, slot_bytes: int) -> bool:
+    def _grow(self, slot_bytes: int, call: str) -> bool:
         """Whether all ranks got new memory and reached that of all others."""
         self._slot_bytes = 0
-        torch.cuda.synchronize(self._device)
-        exchange(None, self.process_group)  # nobody writes to the old memory any more
+        torch.cuda.synchronize(self.device)
+        exchange(None, self.process_group, call)  # nobody writes to the old memory any more
         self.module.group_disconnect(self.handle)
-        exchange(None, self.process_group)  # and nobody has it open
+        exchange(None, self.process_group, call)  # and nobody has it open
         mine, failure = attempt(self.module.group_allocate, self.handle, slot_bytes)
-        handles = exchange(mine, self.process_group)
+        handles = exchange(mine, self.process_group, call)
         if None not in handles:
             _, failure = attempt(self.module.group_connect, self.handle, handles)
-        if any(exchange(failure is not None, self.process_group)):
+        if any(exchange(failure is not None, self.process_group, call)):
             if failure is not None:
                 reason = _reason(failure)
                 warnings.warn(f"rank {dist.get_rank()}: no memory that peers can write: {reason}", stacklevel=2)
@@ -148,21 +161,22 @@ def rounded_up(size: int) -> int:
     return -(-size // step) * step
 
 
-def all_made() -> list[tuple[torch.device, Communicator]]:
-    """Of the groups that exist."""
-    return [(key[1], made) for key, made in _communicators.items() if made is not None and exists(key[0])]
+def all_made() -> list[Communicator]:
+    """Those of groups that are destroyed, too, as long as they hold memory."""
+    return [*filter(None, _communicators.values()), *_left]
 
 
 def peer_bytes(process_group: dist.ProcessGroup | None = None) -> int:
     """Of this rank's memory that its peers write, in one group or in all. It is not of torch's allocator."""
-    return sum(made.peer_bytes for _, made in all_made() if process_group in (None, made.process_group))
+    return sum(made.peer_bytes for made in all_made() if process_group in (None, made.process_group))
 
 
 def set_timeout(seconds: float) -> None:
     """How long an overlapped operation may wait for other ranks, once the GPU has come to it; 600 s if not set.
 
     One that waits longer is given up: a line on stderr names the operation and the ranks that are missing, the GPU goes
-    on, and the group's next operation raises RuntimeError. Where the ranks have to meet before an operation (a group's
+    on, and the group's next operation raises RuntimeError. What the group computes from then on is wrong, also on a
+    rank that comes late and raises only when it waits for this one: stop them all. Where the ranks have to meet before an operation (a group's
     first one, a size that is new), that one raises it. The plain path, as on a CPU, has the time-out of torch's process
     group instead: ``init_process_group(timeout=...)``.
 
@@ -193,18 +207,20 @@ def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None
     if key not in _communicators:
         if torch.cuda.is_current_stream_capturing():
             return None
-        gone = [_communicators.pop(known) for known in list(_communicators) if not exists(known[0])]
-        for stale in filter(None, gone):
-            stale.leave()
-        try:
-            _communicators[key] = _make(group, device)  # where the ranks meet: all of them have left by then
-        finally:
-            for stale in filter(None, gone):
+        for stale in [_communicators.pop(known) for known in list(_communicators) if not exists(known[0])]:
+            if stale is not None:
+                stale.leave()
+                _left.append(stale)
+        made = _communicators[key] = _make(group, device)
+        if made is not None:  # its ranks have met: all of them have left what they had before
+            for stale in [stale for stale in _left if stale.members <= made.members]:
+                _left.remove(stale)
                 stale.close()
     return _communicators[key]
 
 
 _communicators: dict[tuple[dist.ProcessGroup, torch.device], Communicator | None] = {}
+_left: list[Communicator] = []  # whose memory other ranks may still have open
 
 
 def meet_for(operation: str, process_group: dist.ProcessGroup) -> None:
@@ -219,7 +235,7 @@ def check_agreement(group: TPGroup, operation: str, shape: Shape, dtype: torch.d
         ValueError: on every rank, if the group's ranks differ in the operation, the shape of the whole, the dtype, or
             the tier that is asked for.
     """
-    calls = by_rank((operation, shape, str(dtype), tier), group.process_group)
+    calls = by_rank((operation, shape, str(dtype), tier), group.process_group, "an overlapped operation")
     if len(set(calls.values())) > 1:
         told = "; ".join(
             f"rank {rank}: {name}, {size_text(rows)} rows, {size_text(k)} -> {size_text(n)} features, {kind}, tier {by}"
@@ -241,7 +257,7 @@ def _make(group: TPGroup, device: torch.device) -> Communicator | None:
 
     # Whatever it is: the others are about to exchange, and wait for this rank.
     made, failure = attempt(create)
-    reasons = {rank: told for rank, told in by_rank(_reason(failure), group.process_group).items() if told}
+    reasons = {rank: told for rank, told in by_rank(_reason(failure), group.process_group, MAKING).items() if told}
     if not reasons:
         return Communicator(*made, group, device)
     if made is not None:
@@ -255,9 +271,9 @@ def _make(group: TPGroup, device: torch.device) -> Communicator | None:
     return None
 
 
-def exchange(value: Any, process_group: dist.ProcessGroup) -> list:
-    """Each rank's value, in rank order."""
-    return list(by_rank(value, process_group).values())
+def exchange(value: Any, process_group: dist.ProcessGroup, call: str) -> list:
+    """Each rank's value, in rank order; `call` as for `by_rank`."""
+    return list(by_rank(value, process_group, call).values())
 
 
 def _reason(failure: Exception | None) -> str:

@@ -30,7 +30,7 @@ def measure(
     laps, failures, calls = {name: [] for name in candidates}, {}, 2
     for turn in range(1 + ROUNDS):  # the first warms up
         for name in list(laps):
-            told = by_rank(_lap(candidates[name], calls, device), process_group)
+            told = by_rank(_lap(candidates[name], calls, device), process_group, "a measurement")
             failed = [f"rank {rank}: {lap}" for rank, lap in told.items() if isinstance(lap, str)]
             if failed:
                 failures[name] = failed[0]
