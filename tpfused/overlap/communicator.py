@@ -176,9 +176,9 @@ def set_timeout(seconds: float) -> None:
 
     One that waits longer is given up: a line on stderr names the operation and the ranks that are missing, the GPU goes
     on, and the group's next operation raises RuntimeError. What the group computes from then on is wrong, also on a
-    rank that comes late and raises only when it waits for this one: stop them all. Where the ranks have to meet before an operation (a group's
-    first one, a size that is new), that one raises it. The plain path, as on a CPU, has the time-out of torch's process
-    group instead: ``init_process_group(timeout=...)``.
+    rank that comes late and raises only when it waits for this one: stop them all. Where the ranks have to meet before
+    an operation (a group's first one, a size that is new), that one raises it. The plain path, as on a CPU, has the
+    time-out of torch's process group instead: ``init_process_group(timeout=...)``.
 
     Raises:
         TypeError: it is not a number.
