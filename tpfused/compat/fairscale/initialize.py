@@ -56,16 +56,16 @@ def initialize_model_parallel(
         TypeError: sizes that are not integers.
     """
     global _MODEL_PARALLEL_GROUP, _DATA_PARALLEL_GROUP, _PIPELINE_PARALLEL_GROUP, _CONTEXT_PARALLEL_GROUP
-    check_size(model_parallel_size_, "model_parallel_size_")
-    check_size(pipeline_length, "pipeline_length")
-    check_size(context_parallel_size, "context_parallel_size")
+    shards = check_size(model_parallel_size_, "model_parallel_size_")
+    stages = check_size(pipeline_length, "pipeline_length")
+    parts = check_size(context_parallel_size, "context_parallel_size")
     # By its whole name here: programs' tests put something else in the place of torch.distributed.
     if not torch.distributed.is_initialized():
         raise ValueError("call torch.distributed.init_process_group before initialize_model_parallel")
     if any(_known(kind) is not None for kind in _KINDS):
         raise ValueError("the model-parallel groups exist already; destroy_model_parallel forgets them")
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    shards, stages, parts = min(model_parallel_size_, world), pipeline_length, context_parallel_size
+    shards = min(shards, world)
     what = f"ranks over {shards} of a model times {parts} of a sequence times {stages} of a pipeline"
     copies = divide(world, shards * parts * stages, what)
     ranks = torch.arange(world, device="cpu").view(copies, stages, parts, shards)

@@ -151,7 +151,7 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
         super().__init__(num_embeddings, embedding_dim, padding_idx, init_method=init_method, check="off", group=group)
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
         self.num_embeddings_per_partition = own
-        self.vocab_start_index, self.vocab_end_index = shard_range(num_embeddings, group.size, group.rank)
+        self.vocab_start_index, self.vocab_end_index = shard_range(self.num_embeddings, group.size, group.rank)
 
     def reset_parameters(self) -> None:
         """Draw the whole table, and keep this rank's rows. Nothing on the meta device."""
@@ -183,7 +183,8 @@ class ParallelEmbedding(_Layer):
     ):
         super().__init__(tp_group())
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
-        check_size(num_embeddings, "num_embeddings")
+        num_embeddings = check_size(num_embeddings, "num_embeddings")
+        embedding_dim = check_size(embedding_dim, "embedding_dim")
         self.embedding_dim_per_partition = _per_rank(embedding_dim, "embedding_dim", self.group, "ParallelEmbedding")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = embedding.row_of_padding(padding_idx, num_embeddings)
@@ -254,7 +255,7 @@ def _initialize_affine_weight(
 
 
 def _per_rank(size: int, what: str, group: TPGroup, layer: str) -> int:
-    check_size(size, what)
+    size = check_size(size, what)
     return divide(size, group.size, f"{layer}: {what} over the model-parallel ranks")
 
 

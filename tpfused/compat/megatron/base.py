@@ -30,7 +30,7 @@ class Layer(ParallelModule):
         self, config, init_method: Init, tp_group: dist.ProcessGroup | None, stride: int = 1, pg_collection=None
     ) -> dict:
         """To be called first -> the arguments that say how parameters are made."""
-        check_size(stride, "stride")
+        stride = check_size(stride, "stride")
         check_init_method(init_method)
         if config is None or isinstance(config, dict | str):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
@@ -136,7 +136,7 @@ class _Initializer:
 
 
 def per_rank(size: int, what: str, stride: int, group: TPGroup) -> int:
-    check_size(size, what)
+    size = check_size(size, what)
     divide(size, group.size * stride, f"{what} over {group.size} tensor-parallel ranks and a stride of {stride}")
     return size // group.size
 

@@ -112,7 +112,7 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
             skip_bias_add=skip_bias_add,
             **place,
         )
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size, self.output_size = self.in_features, self.out_features
 
     def new_parameter(self, name: str, *args, **kwargs) -> None:
         if name == "weight" and self.skips_weight:
@@ -203,7 +203,7 @@ class RowParallelLinear(LinearLayer, linear.RowParallelLinear):
             skip_bias_add=skip_bias_add,
             **place,
         )
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size, self.output_size = self.in_features, self.out_features
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence_parallel and isinstance(input_, Tensor) and input_.ndim > 1:
