@@ -10,6 +10,7 @@ from torch.nn import init
 from tests.compare import assert_close, refuses
 from tests.compat.fairscale_groups import float64_on, model_parallel, own
 from tpfused.compat import fairscale as compat
+from tpfused.compat.asserted import AssertedError
 from tpfused.compat.fairscale import layers, mappings, utils
 from tpfused.placement import gather_whole, splits
 from tpfused.sharding import shard_range
@@ -100,7 +101,6 @@ def check_refusals(ctx, tp):
             (lambda: hidden(8, 4, sparse=True), "sparse"),
             (lambda: vocabulary(8, 4, padding_idx=8), "padding_idx", 8),
             (lambda: hidden(8, 4, padding_idx=-9), "padding_idx", -9),
-            (lambda: utils.ensure_divisibility(7, 2), 7, 2),
         ):
             with refuses(ValueError, *told):
                 make()
@@ -121,7 +121,11 @@ def check_refusals(ctx, tp):
                 getattr(mappings, name)(torch.tensor(1.0))
             with refuses(TypeError, name, "list"):
                 getattr(mappings, name)([1.0])
+        with refuses(AssertedError, 7, 2):
+            utils.ensure_divisibility(7, 2)
         logits = torch.zeros(2, 8 // tp)
+        with refuses(ValueError, (2,), (3,)):
+            compat.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64))
         if tp == 1:
             return
         for make, *told in (
@@ -130,9 +134,8 @@ def check_refusals(ctx, tp):
             (lambda: vocabulary(9, 4), "num_embeddings", 9),
             (lambda: hidden(4, 9), "embedding_dim", 9),
             (lambda: mappings.scatter_to_model_parallel_region(torch.zeros(2, 9)), 9, tp),
-            (lambda: compat.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64)), (2,), (3,)),
         ):
-            with refuses(ValueError, *told):
+            with refuses(AssertedError, *told):
                 make()
         if ctx.device.type == "cpu":
             with refuses(ValueError, 8):

@@ -8,7 +8,11 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tpfused.compat.fairscale.initialize import get_model_parallel_group as get_model_parallel_group
+from tpfused.compat.fairscale.initialize import get_model_parallel_rank as get_model_parallel_rank
+from tpfused.compat.fairscale.initialize import get_model_parallel_world_size as get_model_parallel_world_size
 from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.compat.fairscale.utils import VocabUtility as VocabUtility
 from tpfused.layers import loss
 
 

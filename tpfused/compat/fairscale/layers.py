@@ -18,11 +18,20 @@ from torch import Tensor
 from torch.nn import init
 
 from tpfused.collectives import gather_from_group
+from tpfused.compat.asserted import divide
+from tpfused.compat.fairscale.initialize import get_model_parallel_rank as get_model_parallel_rank
+from tpfused.compat.fairscale.initialize import get_model_parallel_world_size as get_model_parallel_world_size
 from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.compat.fairscale.mappings import copy_to_model_parallel_region as copy_to_model_parallel_region
+from tpfused.compat.fairscale.mappings import gather_from_model_parallel_region as gather_from_model_parallel_region
+from tpfused.compat.fairscale.mappings import reduce_from_model_parallel_region as reduce_from_model_parallel_region
+from tpfused.compat.fairscale.mappings import scatter_to_model_parallel_region as scatter_to_model_parallel_region
+from tpfused.compat.fairscale.utils import VocabUtility as VocabUtility
+from tpfused.compat.fairscale.utils import divide_and_check_no_remainder as divide_and_check_no_remainder
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
-from tpfused.sharding import divide, shard_range
+from tpfused.sharding import shard_range
 
 InitMethod = Callable[[Tensor], object]
 
