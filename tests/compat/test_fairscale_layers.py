@@ -246,6 +246,44 @@ def test_a_program_may_derive_layers(workers, tp, seed):
     workers.run(check_layers_of_the_programs_own, tp, seed)
 
 
+def check_forwards_that_are_inherited(ctx, tp, seed):
+    """A program's layer sets what fairscale's forward reads, and no more; it may name the input."""
+    torch.manual_seed(seed)
+    with model_parallel(tp), float64_on(ctx.device):
+        whole, bias, x, ids = torch.randn(12, 8), torch.randn(12), torch.randn(3, 8), torch.randint(12, (3, 2))
+
+        def derived(kind, dim, **settings):
+            class Own(kind):
+                def __init__(self):
+                    nn.Module.__init__(self)
+                    vars(self).update(settings)
+                    self.weight = nn.Parameter(own(whole, dim).clone())
+                    if "gather_output" in settings or "input_is_parallel" in settings:
+                        self.bias = nn.Parameter(own(bias, 0).clone() if dim == 0 else bias.clone())
+
+            return Own()
+
+        sizes = {"in_features": 8, "out_features": 12}
+        table = {"num_embeddings": 12, "embedding_dim": 8, "padding_idx": None}
+        for layer, given, expected in (
+            (derived(layers.ColumnParallelLinear, 0, gather_output=True, **sizes), x, F.linear(x, whole, bias)),
+            (derived(layers.RowParallelLinear, 1, input_is_parallel=False, **sizes), x, F.linear(x, whole, bias)),
+            (derived(layers.VocabParallelEmbedding, 0, **table), ids, whole[ids]),
+            (derived(layers.ParallelEmbedding, 1, **table), ids, whole[ids]),
+        ):
+            assert_close(layer(given), expected)
+            assert_close(layer(input_=given), expected)
+            layer(given).sum().backward()
+            assert all(param.grad is not None for param in layer.parameters())
+            assert getattr(layer, "_weight", None) is None and hasattr(layer, "_weight") == (
+                "padding_idx" in vars(layer)
+            )
+
+
+def test_inherited_forwards(workers, tp, seed):
+    workers.run(check_forwards_that_are_inherited, tp, seed)
+
+
 def check_defaults(ctx, tp):
     kinds = (layers.ColumnParallelLinear, layers.RowParallelLinear)
     kinds += (layers.VocabParallelEmbedding, layers.ParallelEmbedding)

@@ -1,7 +1,7 @@
 """The process groups of a program written for fairscale, kept for the whole process as there.
 
-Differs from fairscale: nothing is printed, and what it asserts is a `ValueError` here, which is an `AssertionError`, too.
-Layers keep the group that they were made with.
+Differs from fairscale: nothing is printed, and what it asserts is a `ValueError` here, which is an `AssertionError`,
+too. Layers keep the group that they were made with.
 """
 
 from __future__ import annotations

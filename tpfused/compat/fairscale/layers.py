@@ -4,7 +4,8 @@ Accepted without meaning here: `norm_type` (nothing is renormalised), `keep_mast
 `ParallelEmbedding` (as in fairscale). Refused with a `ValueError`, since results would differ: a `stride` other than 1,
 and the embeddings' `max_norm`, `scale_grad_by_freq` and `sparse`.
 
-Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree.
+Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree; under autocast the output of
+`RowParallelLinear` has autocast's dtype with a bias, too (there it is float32, the bias's).
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from tpfused.compat.fairscale.utils import VocabUtility as VocabUtility
 from tpfused.compat.fairscale.utils import divide_and_check_no_remainder as divide_and_check_no_remainder
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
+from tpfused.layers.ids import IdCheck
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
 from tpfused.sharding import shard_range
 
@@ -40,10 +42,16 @@ class _Layer(ParallelModule):
     """What holds too for a program's subclass that calls ``nn.Module.__init__`` alone and makes its own weights."""
 
     _shards = {}
+    backend = activation = None
+    sequence_parallel = skip_bias_add = save_gathered = False
+    sequence_dim = 0
 
     @cached_property
     def group(self) -> TPGroup:
         return tp_group()
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return super().forward(input_)
 
 
 class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
@@ -124,7 +132,15 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
         return _whole_weight(self, 1)
 
 
-class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
+class _Table(_Layer):
+    """The same for an embedding."""
+
+    _weight = None  # of fairscale's
+    check = "off"
+    _id_check = IdCheck("token ids")
+
+
+class VocabParallelEmbedding(_Table, embedding.VocabParallelEmbedding):
     """`tpfused.VocabParallelEmbedding` with fairscale's initialisation, over its group.
 
     Args:
@@ -157,7 +173,9 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
         group = tp_group()
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
         own = _per_rank(num_embeddings, "num_embeddings", group, "VocabParallelEmbedding")
-        super().__init__(num_embeddings, embedding_dim, padding_idx, init_method=init_method, check="off", group=group)
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, init_method=init_method, check=self.check, group=group
+        )
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
         self.num_embeddings_per_partition = own
         self.vocab_start_index, self.vocab_end_index = shard_range(self.num_embeddings, group.size, group.rank)
@@ -167,7 +185,7 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
         _draw_table(self)
 
 
-class ParallelEmbedding(_Layer):
+class ParallelEmbedding(_Table):
     """`nn.Embedding` with the embedding dimension split over the ranks, and gathered after the lookup.
 
     Args:
