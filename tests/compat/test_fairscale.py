@@ -193,6 +193,11 @@ def check_cross_entropy(ctx, tp, seed):
         expected = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction="none").view(5, 3)
         loss = compat.vocab_parallel_cross_entropy(mine, target)
         assert_close(loss, expected)
+        for dtype in (torch.int32, torch.int16, torch.uint8):
+            assert torch.equal(compat.vocab_parallel_cross_entropy(mine, target.to(dtype)), loss)
+        for odd in (target.double(), target > 0, target.tolist()):
+            with refuses(TypeError, getattr(odd, "dtype", "list")):
+                compat.vocab_parallel_cross_entropy(mine, odd)
         grad = torch.randn(5, 3)
         loss.backward(grad)
         expected.backward(grad)

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.compat.asserted import divide
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.group import TPGroup
 from tpfused.main_grad import announced, into_main_grad, main_grad_of
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
-from tpfused.sharding import divide
 
 Init = Callable[[Tensor], object] | None
 
