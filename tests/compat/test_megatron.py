@@ -258,6 +258,8 @@ def check_attributes(ctx, tp, seed):
     for layer in (column, row):
         assert not (layer.is_expert or layer.expert_parallel or layer.explicit_expert_comm)
         assert layer.sequence_parallel and not layer.gradient_accumulation_fusion
+    for settings, reduces in (({}, tp > 1), (options, False), ({"disable_grad_reduce": True}, False)):
+        assert make(ColumnParallelLinear, block, 8, 16, **settings).allreduce_dgrad is reduces
     assert column.embedding_activation_buffer is column.grad_output_buffer is None and not column.disable_grad_reduce
     column.weight = nn.Parameter(column.weight.detach().clone())  # a replacement is marked too
     for layer in (column, row, embedding):
