@@ -48,8 +48,8 @@ class FusedScaleMaskSoftmax(nn.Module):
     `forward_torch_softmax`; a program's subclass may override all three.
 
     Differs from Megatron, whose plain PyTorch gives the same numbers: a kernel is there for all sizes and dtypes, and
-    follows masks under `causal`, and windows, which Megatron's kernels ignore. `mask_func` is not called under fusion,
-    on a CPU neither, so that the results there are a GPU's.
+    follows windows, and masks under `causal`, which Megatron's kernels ignore (such a mask must hide the later keys,
+    too). `mask_func` is not called under fusion, on a CPU neither, so that the results there are a GPU's.
 
     Raises:
         ValueError: both input dtypes, a scale without `softmax_in_fp32`, scores that are not four-dimensional,
