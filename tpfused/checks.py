@@ -146,7 +146,7 @@ def check_sequence_dim(sequence_dim: int) -> None:
 
 def token_dim(x: Tensor, sequence_dim: int, layer: str, *, has_features: bool = True) -> int:
     """`sequence_dim` as an index from the front; it must not be the feature dimension (of an input that has one)."""
-    check_sequence_dim(sequence_dim)
+    sequence_dim = check_integer(sequence_dim, "sequence_dim")
     dim = sequence_dim + x.ndim if sequence_dim < 0 else sequence_dim
     if not 0 <= dim < x.ndim - has_features:
         raise ValueError(
@@ -162,7 +162,7 @@ def total_tokens(x_shard: Tensor, dim: int, total_len: int | None, group: TPGrou
     """
     if total_len is None:
         return x_shard.shape[dim] * group.size
-    check_integer(total_len, f"{layer}: total_len")
+    total_len = check_integer(total_len, f"{layer}: total_len")
     if total_len < 0:
         raise ValueError(f"{layer}: total_len {total_len} is negative")
     own = shard_size(total_len, group.size, group.rank)

@@ -112,7 +112,7 @@ def vocab_parallel_argmax(logits: Tensor, vocab_size: int, group: dist.ProcessGr
         TypeError: logits that are not floating or of 8 bits, a vocab_size that is not an integer.
     """
     group = resolve_group(group)
-    check_size(vocab_size, "vocab_size")
+    vocab_size = check_size(vocab_size, "vocab_size")
     checks.check_logits(logits, vocab_size, "vocab_parallel_argmax")
     whole_vocabulary(logits, vocab_size, group, "vocab_parallel_argmax")
     start, stop = shard_range(vocab_size, group.size, group.rank)

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import inspect
 import math
+import operator
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, SupportsIndex
 
 import torch
 from torch import Tensor, nn
@@ -171,8 +173,8 @@ class LinearParameters(ParallelModule):
         dtype=None,
     ):
         super().__init__(group, mesh)
-        check_size(in_features, "in_features")
-        check_size(out_features, "out_features")
+        in_features = check_size(in_features, "in_features")
+        out_features = check_size(out_features, "out_features")
         check_init_method(init_method)
         self.in_features = in_features
         self.out_features = out_features
@@ -275,16 +277,27 @@ def _name_of(function: Callable) -> str:
     return getattr(function, "__qualname__", None) or repr(function)
 
 
-def check_integer(number: int, what: str) -> None:
-    """Refuse what is no integer, True and False too, which would count as 1 and 0."""
-    if not isinstance(number, int) or isinstance(number, bool):
-        raise TypeError(f"{what} must be an integer, not {type(number).__name__} {number!r}")
+def check_integer(number: SupportsIndex, what: str) -> int:
+    """The number as Python's own integer, NumPy's say.
+
+    Raises:
+        TypeError: it is none: True and False too, which would count as 1 and 0, and tensors, which would be waited for.
+    """
+    if isinstance(number, int):
+        if not isinstance(number, bool):
+            return number
+    elif not isinstance(number, Tensor):
+        with suppress(TypeError):
+            return operator.index(number)
+    raise TypeError(f"{what} must be an integer, not {type(number).__name__} {number!r}")
 
 
-def check_size(size: int, what: str) -> None:
-    check_integer(size, what)
+def check_size(size: SupportsIndex, what: str) -> int:
+    """The same of at least 1, or a ValueError."""
+    size = check_integer(size, what)
     if size < 1:
         raise ValueError(f"{what} must be at least 1, not {size}")
+    return size
 
 
 def _as_dtensor(data: Tensor, shape: tuple[int, ...], shard_dim: int | None, group: TPGroup) -> Tensor:

@@ -1,5 +1,6 @@
 """fairscale's groups, mappings, loss, random numbers and arithmetic."""
 
+import subprocess
 import sys
 from datetime import timedelta
 from types import ModuleType
@@ -13,6 +14,7 @@ from tests.compare import assert_close, refuses
 from tests.compat.fairscale_groups import THEIRS, float64_on, model_parallel, own
 from tpfused.collectives import all_gather
 from tpfused.compat import fairscale as compat
+from tpfused.compat.asserted import AssertedError
 from tpfused.compat.fairscale import initialize, layers, mappings, utils
 from tpfused.compat.fairscale import random as streams
 
@@ -41,7 +43,7 @@ def check_groups(ctx, tp, length, context):
         sequence = [rank_of(part=i) for i in range(context)]
         assert members(initialize.get_context_parallel_group()) == initialize.get_context_parallel_ranks() == sequence
         assert (initialize.get_context_parallel_rank(), initialize.get_context_parallel_world_size()) == (part, context)
-        with refuses(ValueError, "exist already"):
+        with refuses(AssertedError, "exist already"):
             initialize.initialize_model_parallel(tp)
     assert not initialize.model_parallel_is_initialized()
 
@@ -100,12 +102,22 @@ def check_other_places(ctx):
         assert initialize.get_model_parallel_world_size() == ctx.world
         assert layers.ColumnParallelLinear(3, ctx.world).weight.shape == (1, 3)
         assert not initialize.model_parallel_is_initialized()
-        with refuses(ValueError, "data"):
+        with refuses(AssertedError, "data"):
             initialize.get_data_parallel_group()
 
 
 def test_groups_found_in_other_places(workers):
     workers.run(check_other_places)
+
+
+def test_submodules_need_no_import_of_their_own():
+    code = (
+        "from tpfused.compat import fairscale\n"
+        "names = 'cross_entropy', 'initialize', 'layers', 'mappings', 'random', 'utils'\n"
+        "print(*(getattr(fairscale, name).__name__ for name in names))"
+    )
+    printed = subprocess.check_output([sys.executable, "-c", code], text=True)
+    assert printed.count("tpfused.compat.fairscale.") == 6
 
 
 def check_uninitialised(ctx):
@@ -117,9 +129,9 @@ def check_uninitialised(ctx):
         lambda: layers.ColumnParallelLinear(4, 4),
         lambda: mappings.copy_to_model_parallel_region(torch.zeros(1)),
     ):
-        with refuses(ValueError, "initialize_model_parallel"):
+        with refuses(AssertedError, "initialize_model_parallel"):
             use()
-    with refuses(ValueError, ctx.world, 3 * ctx.world):
+    with refuses(AssertedError, ctx.world, 3 * ctx.world):
         initialize.initialize_model_parallel(ctx.world, 3)
     with refuses(TypeError, 2.0):
         initialize.initialize_model_parallel(2.0)
@@ -181,6 +193,11 @@ def check_cross_entropy(ctx, tp, seed):
         expected = F.cross_entropy(whole.flatten(0, 1), target.flatten(), reduction="none").view(5, 3)
         loss = compat.vocab_parallel_cross_entropy(mine, target)
         assert_close(loss, expected)
+        for dtype in (torch.int32, torch.int16, torch.uint8):
+            assert torch.equal(compat.vocab_parallel_cross_entropy(mine, target.to(dtype)), loss)
+        for odd in (target.double(), target > 0, target.tolist()):
+            with refuses(TypeError, getattr(odd, "dtype", "list")):
+                compat.vocab_parallel_cross_entropy(mine, odd)
         grad = torch.randn(5, 3)
         loss.backward(grad)
         expected.backward(grad)
@@ -259,10 +276,11 @@ def check_checkpoint(ctx, tp, seed):
                 later = torch.cat([later, torch.rand(2)])
             return [out.detach(), given.grad, layer.weight.grad, later, torch.rand(2)]
 
-        for plain, again in zip(
-            run(lambda x: forward(x, 3.0)), run(lambda x: streams.checkpoint(forward, x, 3.0)), strict=True
-        ):
-            assert torch.equal(plain, again)
+        expected = run(lambda x: forward(x, 3.0))
+        for checkpoint in (streams.checkpoint, streams.CheckpointFunction.apply):
+            found = run(lambda x, checkpoint=checkpoint: checkpoint(forward, x, 3.0))
+            for plain, again in zip(expected, found, strict=True):
+                assert torch.equal(plain, again)
 
 
 def test_checkpoint_replays_random_numbers(workers, tp, seed):

@@ -10,6 +10,7 @@ from torch import nn
 from tests.compare import assert_close, collectives_made, refuses
 from tests.compat.fairscale_groups import THEIRS, default_type, model_parallel
 from tpfused.compat import fairscale as compat
+from tpfused.compat.asserted import AssertedError
 from tpfused.compat.fairscale import initialize
 
 pytest.importorskip(THEIRS)
@@ -58,7 +59,7 @@ def check_against_fairscale(ctx, tp, seed):
             assert initialize.get_pipeline_parallel_ranks() == theirs.get_pipeline_parallel_ranks()
             assert initialize.get_model_parallel_src_rank() == theirs.get_model_parallel_src_rank()
             found = [program(compat.__name__, ctx, seed)]
-            with refuses(ValueError, "exist already"):
+            with refuses(AssertedError, "exist already"):
                 initialize.initialize_model_parallel(tp)
         assert not initialize.model_parallel_is_initialized()
         with model_parallel(tp):
@@ -78,12 +79,30 @@ def test_a_program_gets_fairscales_numbers(workers, tp, seed):
     workers.run(check_against_fairscale, tp, seed)
 
 
+MODULES = "cross_entropy", "initialize", "layers", "mappings", "random", "utils"
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_names_that_modules_take_from_each_other(name):
+    """Programs import them from there, too."""
+    theirs, ours = (import_module(f"{library}.{name}") for library in (THEIRS, compat.__name__))
+    taken = {
+        key
+        for key, value in vars(theirs).items()
+        if getattr(value, "__module__", "").startswith(THEIRS) and value.__module__ != theirs.__name__
+    }
+    assert taken <= vars(ours).keys()
+    for key in taken:
+        at_home = import_module(compat.__name__ + getattr(theirs, key).__module__.removeprefix(THEIRS))
+        assert getattr(ours, key) is getattr(at_home, key)
+
+
 PROGRAMS_USE = ("_initialize_affine_weight", "_set_cuda_rng_state")
 # Of fairscale after 0.4.13, its last release.
 NEWER = ("context_parallel_size", "cp_backend", "timeout")
 
 
-@pytest.mark.parametrize("name", ["initialize", "layers", "mappings", "cross_entropy", "random", "utils"])
+@pytest.mark.parametrize("name", MODULES)
 def test_signatures_are_fairscales(name):
     theirs, ours = (import_module(f"{library}.{name}") for library in (THEIRS, compat.__name__))
     named = {

@@ -10,6 +10,7 @@ from torch.nn import init
 from tests.compare import assert_close, refuses
 from tests.compat.fairscale_groups import float64_on, model_parallel, own
 from tpfused.compat import fairscale as compat
+from tpfused.compat.asserted import AssertedError
 from tpfused.compat.fairscale import layers, mappings, utils
 from tpfused.placement import gather_whole, splits
 from tpfused.sharding import shard_range
@@ -100,7 +101,6 @@ def check_refusals(ctx, tp):
             (lambda: hidden(8, 4, sparse=True), "sparse"),
             (lambda: vocabulary(8, 4, padding_idx=8), "padding_idx", 8),
             (lambda: hidden(8, 4, padding_idx=-9), "padding_idx", -9),
-            (lambda: utils.ensure_divisibility(7, 2), 7, 2),
         ):
             with refuses(ValueError, *told):
                 make()
@@ -121,7 +121,11 @@ def check_refusals(ctx, tp):
                 getattr(mappings, name)(torch.tensor(1.0))
             with refuses(TypeError, name, "list"):
                 getattr(mappings, name)([1.0])
+        with refuses(AssertedError, 7, 2):
+            utils.ensure_divisibility(7, 2)
         logits = torch.zeros(2, 8 // tp)
+        with refuses(ValueError, (2,), (3,)):
+            compat.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64))
         if tp == 1:
             return
         for make, *told in (
@@ -130,9 +134,8 @@ def check_refusals(ctx, tp):
             (lambda: vocabulary(9, 4), "num_embeddings", 9),
             (lambda: hidden(4, 9), "embedding_dim", 9),
             (lambda: mappings.scatter_to_model_parallel_region(torch.zeros(2, 9)), 9, tp),
-            (lambda: compat.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64)), (2,), (3,)),
         ):
-            with refuses(ValueError, *told):
+            with refuses(AssertedError, *told):
                 make()
         if ctx.device.type == "cpu":
             with refuses(ValueError, 8):
@@ -241,6 +244,44 @@ def check_layers_of_the_programs_own(ctx, tp, seed):
 
 def test_a_program_may_derive_layers(workers, tp, seed):
     workers.run(check_layers_of_the_programs_own, tp, seed)
+
+
+def check_forwards_that_are_inherited(ctx, tp, seed):
+    """A program's layer sets what fairscale's forward reads, and no more; it may name the input."""
+    torch.manual_seed(seed)
+    with model_parallel(tp), float64_on(ctx.device):
+        whole, bias, x, ids = torch.randn(12, 8), torch.randn(12), torch.randn(3, 8), torch.randint(12, (3, 2))
+
+        def derived(kind, dim, **settings):
+            class Own(kind):
+                def __init__(self):
+                    nn.Module.__init__(self)
+                    vars(self).update(settings)
+                    self.weight = nn.Parameter(own(whole, dim).clone())
+                    if "gather_output" in settings or "input_is_parallel" in settings:
+                        self.bias = nn.Parameter(own(bias, 0).clone() if dim == 0 else bias.clone())
+
+            return Own()
+
+        sizes = {"in_features": 8, "out_features": 12}
+        table = {"num_embeddings": 12, "embedding_dim": 8, "padding_idx": None}
+        for layer, given, expected in (
+            (derived(layers.ColumnParallelLinear, 0, gather_output=True, **sizes), x, F.linear(x, whole, bias)),
+            (derived(layers.RowParallelLinear, 1, input_is_parallel=False, **sizes), x, F.linear(x, whole, bias)),
+            (derived(layers.VocabParallelEmbedding, 0, **table), ids, whole[ids]),
+            (derived(layers.ParallelEmbedding, 1, **table), ids, whole[ids]),
+        ):
+            assert_close(layer(given), expected)
+            assert_close(layer(input_=given), expected)
+            layer(given).sum().backward()
+            assert all(param.grad is not None for param in layer.parameters())
+            assert getattr(layer, "_weight", None) is None and hasattr(layer, "_weight") == (
+                "padding_idx" in vars(layer)
+            )
+
+
+def test_inherited_forwards(workers, tp, seed):
+    workers.run(check_forwards_that_are_inherited, tp, seed)
 
 
 def check_defaults(ctx, tp):

@@ -11,6 +11,7 @@ from torch import nn
 from tests.compare import Block, compare, refuses, strided
 from tpfused import full_state_dict
 from tpfused.compat import megatron
+from tpfused.compat.asserted import AssertedError
 from tpfused.compat.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 
 TOKENS, BATCH, IN, OUT = 8, 2, 12, 16
@@ -257,6 +258,8 @@ def check_attributes(ctx, tp, seed):
     for layer in (column, row):
         assert not (layer.is_expert or layer.expert_parallel or layer.explicit_expert_comm)
         assert layer.sequence_parallel and not layer.gradient_accumulation_fusion
+    for settings, reduces in (({}, tp > 1), (options, False), ({"disable_grad_reduce": True}, False)):
+        assert make(ColumnParallelLinear, block, 8, 16, **settings).allreduce_dgrad is reduces
     assert column.embedding_activation_buffer is column.grad_output_buffer is None and not column.disable_grad_reduce
     column.weight = nn.Parameter(column.weight.detach().clone())  # a replacement is marked too
     for layer in (column, row, embedding):
@@ -387,15 +390,15 @@ def check_refusals(ctx, tp, seed):
         (RowParallelLinear, (tp + 1, 8), "input_size"),
         (VocabParallelEmbedding, (tp + 1, 8), "num_embeddings"),
     ):
-        with refuses(ValueError, told, tp + 1, tp):
+        with refuses(AssertedError, told, tp + 1, tp):
             make(kind, block, *sizes)
-    with refuses(ValueError, "output_size", tp, "stride of 2"):
+    with refuses(AssertedError, "output_size", tp, "stride of 2"):
         make(ColumnParallelLinear, block, 8, tp, stride=2)
     row = make(RowParallelLinear, block, 8, 8, sequence_parallel=True)
-    with refuses(ValueError, tp + 1, tp):
+    with refuses(AssertedError, tp + 1, tp):
         row(block.randn(tp + 1, 2, 8 // tp))
     embedding = make(VocabParallelEmbedding, block, 16, 8, reduce_scatter_embeddings=True)
-    with refuses(ValueError, tp + 1, tp):
+    with refuses(AssertedError, tp + 1, tp):
         embedding(torch.zeros(2, tp + 1, dtype=torch.int64, device=block.device))
     with refuses(ValueError, (4,)):
         embedding(torch.zeros(4, dtype=torch.int64, device=block.device))
@@ -406,7 +409,7 @@ def check_refusals(ctx, tp, seed):
         "reduce_scatter_to_sequence_parallel_region",
         "reduce_scatter_last_dim_to_tensor_parallel_region",
     ):
-        with refuses(ValueError, name, tp + 1, tp):
+        with refuses(AssertedError, name, tp + 1, tp):
             getattr(megatron, name)(x, group=block.group)
     with refuses(ValueError, "output_split_sizes"):
         megatron.gather_from_sequence_parallel_region(x, group=block.group, output_split_sizes=[1, 2])

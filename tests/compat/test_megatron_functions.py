@@ -9,6 +9,7 @@ import torch
 
 from tests.compare import Block, collectives_made, compare, refuses, strided
 from tpfused.compat import megatron
+from tpfused.compat.asserted import AssertedError
 
 TOKENS, BATCH = 8, 2
 
@@ -36,8 +37,14 @@ def check_loss(ctx, tp, seed):
             lambda name, tensor: block.own(tensor, -1 if name == "x" else None),
             f"smoothing {amount}",
         )
-    with refuses(ValueError, 1.0):
+    plain = megatron.vocab_parallel_cross_entropy(mine, labels, tp_group=block.group)
+    with refuses(AssertedError, 1.0):
         megatron.vocab_parallel_cross_entropy(mine, labels, 1.0, tp_group=block.group)
+    for dtype in (torch.int32, torch.int16, torch.int8):
+        assert torch.equal(megatron.vocab_parallel_cross_entropy(mine, labels.to(dtype), tp_group=block.group), plain)
+    for odd in (labels.double(), labels > 0):
+        with refuses(TypeError, odd.dtype):
+            megatron.vocab_parallel_cross_entropy(mine, odd, tp_group=block.group)
     for smoothing in (0.0, 0.1):
         with refuses(TypeError, "list"):
             megatron.vocab_parallel_cross_entropy(mine, labels.tolist(), smoothing, tp_group=block.group)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tpfused.compat.asserted import AssertedError
 from tpfused.compat.megatron import AttnMaskType, FusedScaleMaskSoftmax, softmax
 from tpfused.kernels.softmax import scale_mask_softmax
 
@@ -74,6 +75,7 @@ def test_the_kernel_interpreted(seed, monkeypatch):
 
     monkeypatch.setattr(softmax, "scale_mask_softmax", kernel)
     monkeypatch.setattr(softmax, "runs_kernels", lambda scores, what: True)
+    monkeypatch.setattr(softmax, "has_kernels", lambda device: True)
     test_equals_plain_softmax("cpu", torch.float32, True, seed)
     assert len(calls) == 12
 
@@ -135,6 +137,81 @@ def test_queries_that_see_nothing():
     assert (make(fusion=False)(scores, mask)[0, 0, 0] == 0.25).all()  # as mask_func says
 
 
+@devices
+@pytest.mark.parametrize("fusion", [True, False])
+def test_only_causal_masks_by_itself_and_only_without_a_mask(device, fusion, seed):
+    torch.manual_seed(seed)
+    scores, padding = torch.randn(SHAPE, device=device), torch.rand(2, 1, 8, 8, device=device) > 0.6
+    padding[..., 0] = False
+    for kind in AttnMaskType:
+        for mask in (None, padding):
+            hidden = padding if mask is not None else torch.zeros_like(padding)
+            if kind is AttnMaskType.causal and mask is None:
+                hidden = later_keys(device)
+            y = make(kind=kind, fusion=fusion)(scores, mask)
+            torch.testing.assert_close(y.double(), expected(scores, hidden, 1.0)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("fusion", [True, False])
+def test_equals_megatrons_plain_way(fusion, seed, monkeypatch):
+    theirs = pytest.importorskip("megatron.core.fusions.fused_softmax")
+    monkeypatch.setattr(theirs, "get_default_causal_mask", lambda queries: later_keys("cpu", queries, queries))
+    torch.manual_seed(seed)
+    padding = torch.rand(2, 1, 8, 8) > 0.6
+    padding[..., 0] = False
+    for kind, mask, scale, offset in product(
+        theirs.AttnMaskType, (None, padding, padding | later_keys("cpu")), (None, 0.3), (None, torch.randn(3))
+    ):
+        settings = False, False, kind, fusion, mask_func, True, scale
+        scores = torch.randn(SHAPE)
+        wanted = theirs.FusedScaleMaskSoftmax(*settings)(scores, mask, offset)
+        torch.testing.assert_close(FusedScaleMaskSoftmax(*settings)(scores, mask, offset), wanted)
+
+
+def test_a_subclass_may_compute_otherwise():
+    scores, mask = torch.randn(2, 3, 4, 4), torch.zeros(4, 4, dtype=torch.bool)
+
+    class Own(FusedScaleMaskSoftmax):
+        def forward_torch_softmax(self, input, mask, softmax_offset=None):
+            probabilities = super().forward_torch_softmax(input, mask, softmax_offset)
+            return probabilities if softmax_offset is None else (input, mask, softmax_offset)
+
+    class OwnFused(Own):
+        def is_kernel_available(self, mask, b, np, sq, sk):
+            return self.get_batch_per_block(sq, sk, b, np) == 1 and (b, np, sq, sk) == (2, 3, 4, 4)
+
+        def forward_fused_softmax(self, input, mask):
+            return input, mask
+
+    settings = False, False, AttnMaskType.padding, True, mask_func, True, None
+    offset = torch.zeros(3)
+    for kind in (Own, OwnFused):
+        assert kind(*settings)(scores, mask, offset) == (scores, mask, offset)
+    assert OwnFused(*settings)(scores, mask) == (scores, mask)
+    torch.testing.assert_close(Own(*settings)(scores, mask), scores.softmax(-1))
+    torch.testing.assert_close(Own(*settings).forward_fused_softmax(scores, mask), scores.softmax(-1))
+
+
+def test_masks_of_bytes():
+    """Megatron's kernels take them."""
+    scores, mask = torch.randn(2, 3, 4, 4), later_keys("cpu", 4, 4)
+    assert torch.equal(make()(scores, mask.byte()), make()(scores, mask))
+    offset = torch.randn(3)
+    assert torch.equal(make()(scores, mask.byte(), offset), make()(scores, mask, offset))
+
+
+def test_what_megatron_has_beside_it():
+    theirs = pytest.importorskip("megatron.core.fusions.fused_softmax")
+    for name in ("SoftmaxOne", "ScaledSoftmax", "ScaledMaskedSoftmax", "ScaledUpperTriangMaskedSoftmax"):
+        assert getattr(softmax, name) is getattr(theirs, name)
+    with pytest.raises(AttributeError, match="tpfused.compat.megatron.softmax.*no_such_name"):
+        _ = softmax.no_such_name
+    for flags in ((True, False), (False, True), (False, False)):
+        settings = *flags, AttnMaskType.causal, True, mask_func, True, None
+        ours, their = FusedScaleMaskSoftmax(*settings), theirs.FusedScaleMaskSoftmax(*settings)
+        assert ours.input_in_float16 == their.input_in_float16 == any(flags)
+
+
 def test_mask_func_is_called_without_fusion():
     layer = FusedScaleMaskSoftmax(False, False, AttnMaskType.padding, False, torch.add, True, None)
     scores, bias = torch.randn(1, 2, 3, 4), torch.randn(3, 4)
@@ -142,15 +219,17 @@ def test_mask_func_is_called_without_fusion():
 
 
 def test_refusals():
-    with pytest.raises(ValueError, match="exclude"):
+    with pytest.raises(AssertedError, match="exclude"):
         FusedScaleMaskSoftmax(True, True, AttnMaskType.causal, True, None, True, None)
-    with pytest.raises(ValueError, match="0.5"):
+    with pytest.raises(AssertedError, match="0.5"):
         FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, True, None, False, 0.5)
+    without = FusedScaleMaskSoftmax(False, False, AttnMaskType.padding, False, None, True, None)
+    assert torch.equal(without(torch.zeros(1, 1, 2, 4), None), torch.full((1, 1, 2, 4), 0.25))
     with pytest.raises(ValueError, match="mask_func"):
-        FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, False, None, True, None)
-    with pytest.raises(ValueError, match=r"\(3, 4, 4\)"):
+        without(torch.zeros(1, 1, 2, 4), torch.zeros(2, 4, dtype=torch.bool))
+    with pytest.raises(AssertedError, match=r"\(3, 4, 4\)"):
         make()(torch.randn(3, 4, 4), None)
-    with pytest.raises(ValueError, match="3 and 4"):
+    with pytest.raises(AssertedError, match="3 and 4"):
         make(kind=AttnMaskType.causal)(torch.randn(1, 1, 3, 4), None)
     with pytest.raises(ValueError, match="3 heads"):
         make()(torch.randn(1, 3, 4, 4), None, torch.zeros(2))

@@ -145,6 +145,28 @@ def test_integers_must_be_integers(value):
         column_matmul(torch.ones(1, 4), torch.ones(1, 4), out_features=value, **alone)
 
 
+def test_numpys_integers_are_integers():
+    """Sizes often come from an array's; layers keep Python's own."""
+    numpy = pytest.importorskip("numpy")
+    three, four, eight = (numpy.int64(n) for n in (3, 4, 8))
+    alone = {"group": TPGroup(None, 0, 1)}
+    for layer in (
+        ColumnParallelLinear(four, eight, **alone),
+        RowParallelLinear(four, eight, **alone),
+        ParallelMLP(four, eight, **alone),
+        ParallelGatedMLP(four, eight, **alone),
+        ParallelAttention(eight, four, **alone),
+        VocabParallelEmbedding(eight, four, three, **alone),
+    ):
+        for module in layer.modules():
+            numbers = {name: value for name, value in vars(module).items() if isinstance(value, numpy.generic)}
+            assert not numbers
+    ParallelTransformer(TransformerConfig(**{name: numpy.int64(size) for name, size in SIZES.items()}), **alone)
+    for odd in (numpy.True_, numpy.float32(4), torch.tensor(4)):
+        with refuses(TypeError, "in_features must be an integer", repr(odd)):
+            ColumnParallelLinear(odd, 8, **alone)
+
+
 def test_masks_are_named_with_their_dtype():
     attention = ParallelAttention(8, 4, group=TPGroup(None, 0, 1))
     with refuses(ValueError, "torch.float32", (3, 2), "boolean"):

@@ -221,6 +221,8 @@ def check_refusals(ctx, seed):
         split(Model(), {**PLAN, "layers.1.o*": "colwise"})
     with refuses(ValueError, "norm", "LayerNorm", "colwise"):
         split(Model(), {"norm": "colwise"})
+    with refuses(ValueError, "embed is a", "'rowwise', but 'vocab_embedding'"):
+        split(Model(), {"embed": "rowwise"})
     with refuses(ValueError, "vocab_head", "loss_function", "cross_entropy"):
         split(Model(), {**PLAN, "head": "vocab_head"})
     with refuses(ValueError, "embed is 'vocab_embedding'", "head is 'replicate'"):

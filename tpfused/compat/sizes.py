@@ -1,7 +1,8 @@
-"""Sizes of what programs give, or errors that name it."""
+"""Sizes of what programs give, or errors that name it; and labels of other integers than tpfused's."""
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
 
@@ -17,3 +18,9 @@ def size_of(x: Tensor, dim: int, function: str) -> int:
     if not x.ndim:
         raise ValueError(f"{function}: the input has no dimensions, and {dim} is to be one")
     return x.shape[dim]
+
+
+def as_labels(target: Tensor) -> Tensor:
+    """Integers as int64. What is none stays, to be refused where labels are checked."""
+    odd = not isinstance(target, Tensor) or target.is_floating_point() or target.is_complex()
+    return target if odd or target.dtype == torch.bool else target.long()

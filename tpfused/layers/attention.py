@@ -79,7 +79,9 @@ class ParallelAttention(nn.Module):
         super().__init__()
         self.group = resolve_group(group, mesh)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        check_heads(hidden_size, num_heads, num_kv_heads, head_dim, self.group.size, rope_theta is not None)
+        hidden_size, num_heads, num_kv_heads, head_dim = check_heads(
+            hidden_size, num_heads, num_kv_heads, head_dim, self.group.size, rope_theta is not None
+        )
         checks.check_sequence_dim(sequence_dim)
         if sequence_dim not in (0, 1):
             raise ValueError(f"sequence_dim must be 0 or 1 for attention, not {sequence_dim}")
@@ -89,7 +91,7 @@ class ParallelAttention(nn.Module):
         self.hidden_size = hidden_size
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim or hidden_size // num_heads
+        self.head_dim = head_dim
         self.causal = causal
         self.dropout = dropout
         self.rope_theta = rope_theta
@@ -241,17 +243,18 @@ class ParallelAttention(nn.Module):
 
 def check_heads(
     hidden_size: int, num_heads: int, num_kv_heads: int, head_dim: int | None, ranks: int, rotary: bool
-) -> None:
-    """Refuse head counts that do not divide as they must, naming them."""
-    for size, what in ((hidden_size, "hidden_size"), (num_heads, "num_heads"), (num_kv_heads, "num_kv_heads")):
-        check_size(size, what)
+) -> tuple[int, int, int, int]:
+    """The four sizes, `head_dim` too. Refuses head counts that do not divide as they must, naming them."""
+    hidden_size = check_size(hidden_size, "hidden_size")
+    num_heads, num_kv_heads = check_size(num_heads, "num_heads"), check_size(num_kv_heads, "num_kv_heads")
     divide(num_heads, num_kv_heads, "num_heads over num_kv_heads")
     check_heads_split("ParallelAttention", num_heads, num_kv_heads, ranks)
     if head_dim is None:
         head_dim = divide(hidden_size, num_heads, "hidden_size over num_heads")
-    check_size(head_dim, "head_dim")
+    head_dim = check_size(head_dim, "head_dim")
     if rotary and head_dim % 2:
         raise ValueError(f"rotary positions need an even head_dim, not {head_dim}")
+    return hidden_size, num_heads, num_kv_heads, head_dim
 
 
 def check_heads_split(name: str, heads: int, kv_heads: int, ranks: int) -> None:

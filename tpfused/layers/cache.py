@@ -140,8 +140,8 @@ class KVCache:
     ):
         _check_model(model)
         config = model.config
-        check_size(batch, "batch")
-        check_size(max_tokens, "max_tokens")
+        batch = check_size(batch, "batch")
+        max_tokens = check_size(max_tokens, "max_tokens")
         if not config.causal:
             raise ValueError("a cache is for causal attention: with causal=False new tokens change those before them")
         if max_tokens > config.max_positions:
@@ -186,7 +186,7 @@ class KVCache:
         Raises:
             ValueError: there is no room for them, or there are none.
         """
-        check_size(tokens, "tokens to add to a cache")
+        tokens = check_size(tokens, "tokens to add to a cache")
         if self._length + tokens > self.max_tokens:
             raise ValueError(
                 f"{self._length} cached and {tokens} new tokens are more than the cache's max_tokens {self.max_tokens}"

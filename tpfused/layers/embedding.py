@@ -57,8 +57,8 @@ class VocabParallelEmbedding(ParallelModule):
     ):
         checks.check_booleans(VocabParallelEmbedding.__init__, locals())
         super().__init__(group, mesh)
-        check_size(num_embeddings, "num_embeddings")
-        check_size(embedding_dim, "embedding_dim")
+        num_embeddings = check_size(num_embeddings, "num_embeddings")
+        embedding_dim = check_size(embedding_dim, "embedding_dim")
         checks.check_sequence_dim(sequence_dim)
         check_mode(check)
         checks.check_backend(backend)
@@ -135,7 +135,7 @@ def row_of_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     """
     if padding_idx is None:
         return None
-    checks.check_integer(padding_idx, "padding_idx")
+    padding_idx = checks.check_integer(padding_idx, "padding_idx")
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
     return padding_idx % num_embeddings

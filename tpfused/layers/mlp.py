@@ -57,8 +57,8 @@ class ParallelMLP(nn.Module):
     ):
         common = _common(locals())
         super().__init__()
-        check_size(hidden_size, "hidden_size")
-        check_size(ffn_size, "ffn_size")
+        hidden_size = check_size(hidden_size, "hidden_size")
+        ffn_size = check_size(ffn_size, "ffn_size")
         self.hidden_size = hidden_size
         column = {**common, "save_gathered": save_gathered}
         self.fc1 = ColumnParallelLinear(hidden_size, ffn_size, bias, activation=activation, **column)
@@ -112,8 +112,8 @@ class ParallelGatedMLP(nn.Module):
     ):
         common = _common(locals())
         super().__init__()
-        check_size(hidden_size, "hidden_size")
-        check_size(ffn_size, "ffn_size")
+        hidden_size = check_size(hidden_size, "hidden_size")
+        ffn_size = check_size(ffn_size, "ffn_size")
         check_gates(ffn_size, activation, resolve_group(group, mesh).size)
         packing = self.packed_children["gate_up"]
         self.hidden_size = hidden_size

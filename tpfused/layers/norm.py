@@ -33,7 +33,7 @@ class Norm(ParallelModule):
     ):
         checks.check_booleans(Norm.__init__, locals())
         super().__init__(group, mesh)
-        check_size(hidden_size, "hidden_size")
+        hidden_size = check_size(hidden_size, "hidden_size")
         if kind not in KINDS:
             raise ValueError(f"norm must be one of {', '.join(KINDS)}, not {kind!r}")
         check_eps(eps, "eps")

@@ -156,7 +156,7 @@ def all_features(given: int | None, own: int, weight: Tensor, tp: TPGroup, what:
     """
     if given is None:
         return None
-    check_integer(given, what)
+    given = check_integer(given, what)
     if given < 0:
         raise ValueError(f"{what} {given} is negative")
     if shard_size(given, tp.size, tp.rank) != own:

@@ -184,7 +184,7 @@ def why_not(name: str, module: nn.Module, style: str) -> str | None:
     elif kind.forward is not nn.Linear.forward and not _is_conv1d(module):
         return (
             f"{name} is a {kind.__name__}, which computes otherwise than nn.Linear or transformers' Conv1D do: it "
-            f"cannot be {style!r}"
+            f"cannot be {style!r}" + (", but 'vocab_embedding'" if kind.forward is nn.Embedding.forward else "")
         )
     if kind.__call__ is not nn.Module.__call__:
         return f"{name} is a {kind.__name__}, which has a __call__ of its own: it cannot be {style!r}"

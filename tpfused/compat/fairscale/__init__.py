@@ -5,6 +5,7 @@ needed. Where a program, or a library it uses, still calls fairscale's own ``ini
 found. Each module's docstring lists what is accepted without meaning, and what differs.
 """
 
+from tpfused.compat.fairscale import utils as utils
 from tpfused.compat.fairscale.cross_entropy import vocab_parallel_cross_entropy
 from tpfused.compat.fairscale.initialize import (
     destroy_model_parallel,

@@ -8,7 +8,12 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from tpfused.compat.fairscale.initialize import get_model_parallel_group as get_model_parallel_group
+from tpfused.compat.fairscale.initialize import get_model_parallel_rank as get_model_parallel_rank
+from tpfused.compat.fairscale.initialize import get_model_parallel_world_size as get_model_parallel_world_size
 from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.compat.fairscale.utils import VocabUtility as VocabUtility
+from tpfused.compat.sizes import as_labels
 from tpfused.layers import loss
 
 
@@ -17,7 +22,7 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
 
     Args:
         vocab_parallel_logits: this rank's ``[..., vocabulary / ranks]``.
-        target: int64 ``[...]``, ids in the whole vocabulary, the same on every rank.
+        target: integers ``[...]``, ids in the whole vocabulary, the same on every rank.
 
     Returns:
         ``[...]``, float32 (float64 for float64), the same on every rank.
@@ -25,4 +30,6 @@ def vocab_parallel_cross_entropy(vocab_parallel_logits: Tensor, target: Tensor) 
     Raises:
         ValueError, TypeError: as `tpfused.vocab_parallel_cross_entropy`.
     """
-    return loss.vocab_parallel_cross_entropy(vocab_parallel_logits, target, reduction="none", group=tp_group())
+    return loss.vocab_parallel_cross_entropy(
+        vocab_parallel_logits, as_labels(target), reduction="none", group=tp_group()
+    )

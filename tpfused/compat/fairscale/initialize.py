@@ -1,7 +1,7 @@
 """The process groups of a program written for fairscale, kept for the whole process as there.
 
-Differs from fairscale: nothing is printed, and what it asserts is a `ValueError` here. Layers keep the group that they
-were made with.
+Differs from fairscale: nothing is printed, and what it asserts is a `ValueError` here, which is an `AssertionError`,
+too. Layers keep the group that they were made with.
 """
 
 from __future__ import annotations
@@ -11,9 +11,10 @@ from datetime import timedelta
 
 import torch
 
+from tpfused.compat.asserted import AssertedError, divide
+from tpfused.compat.fairscale.utils import ensure_divisibility as ensure_divisibility
 from tpfused.group import TPGroup, resolve_group
 from tpfused.parameter import check_size
-from tpfused.sharding import divide
 
 # Those this rank is a member of. Under fairscale's names, since programs set them.
 _MODEL_PARALLEL_GROUP: torch.distributed.ProcessGroup | None = None
@@ -56,16 +57,16 @@ def initialize_model_parallel(
         TypeError: sizes that are not integers.
     """
     global _MODEL_PARALLEL_GROUP, _DATA_PARALLEL_GROUP, _PIPELINE_PARALLEL_GROUP, _CONTEXT_PARALLEL_GROUP
-    check_size(model_parallel_size_, "model_parallel_size_")
-    check_size(pipeline_length, "pipeline_length")
-    check_size(context_parallel_size, "context_parallel_size")
+    shards = check_size(model_parallel_size_, "model_parallel_size_")
+    stages = check_size(pipeline_length, "pipeline_length")
+    parts = check_size(context_parallel_size, "context_parallel_size")
     # By its whole name here: programs' tests put something else in the place of torch.distributed.
     if not torch.distributed.is_initialized():
-        raise ValueError("call torch.distributed.init_process_group before initialize_model_parallel")
+        raise AssertedError("call torch.distributed.init_process_group before initialize_model_parallel")
     if any(_known(kind) is not None for kind in _KINDS):
-        raise ValueError("the model-parallel groups exist already; destroy_model_parallel forgets them")
+        raise AssertedError("the model-parallel groups exist already; destroy_model_parallel forgets them")
     world, rank = torch.distributed.get_world_size(), torch.distributed.get_rank()
-    shards, stages, parts = min(model_parallel_size_, world), pipeline_length, context_parallel_size
+    shards = min(shards, world)
     what = f"ranks over {shards} of a model times {parts} of a sequence times {stages} of a pipeline"
     copies = divide(world, shards * parts * stages, what)
     ranks = torch.arange(world, device="cpu").view(copies, stages, parts, shards)
@@ -179,7 +180,7 @@ def tp_group() -> TPGroup:
 
 def _find(kind: str) -> torch.distributed.ProcessGroup:
     if (group := _known(kind)) is None:
-        raise ValueError(f"there is no {kind.lower()}-parallel group yet: call initialize_model_parallel first")
+        raise AssertedError(f"there is no {kind.lower()}-parallel group yet: call initialize_model_parallel first")
     return group
 
 

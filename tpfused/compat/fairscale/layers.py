@@ -4,7 +4,8 @@ Accepted without meaning here: `norm_type` (nothing is renormalised), `keep_mast
 `ParallelEmbedding` (as in fairscale). Refused with a `ValueError`, since results would differ: a `stride` other than 1,
 and the embeddings' `max_norm`, `scale_grad_by_freq` and `sparse`.
 
-Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree.
+Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree; under autocast the output of
+`RowParallelLinear` has autocast's dtype with a bias, too (there it is float32, the bias's).
 """
 
 from __future__ import annotations
@@ -18,11 +19,21 @@ from torch import Tensor
 from torch.nn import init
 
 from tpfused.collectives import gather_from_group
+from tpfused.compat.asserted import divide
+from tpfused.compat.fairscale.initialize import get_model_parallel_rank as get_model_parallel_rank
+from tpfused.compat.fairscale.initialize import get_model_parallel_world_size as get_model_parallel_world_size
 from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.compat.fairscale.mappings import copy_to_model_parallel_region as copy_to_model_parallel_region
+from tpfused.compat.fairscale.mappings import gather_from_model_parallel_region as gather_from_model_parallel_region
+from tpfused.compat.fairscale.mappings import reduce_from_model_parallel_region as reduce_from_model_parallel_region
+from tpfused.compat.fairscale.mappings import scatter_to_model_parallel_region as scatter_to_model_parallel_region
+from tpfused.compat.fairscale.utils import VocabUtility as VocabUtility
+from tpfused.compat.fairscale.utils import divide_and_check_no_remainder as divide_and_check_no_remainder
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
+from tpfused.layers.ids import IdCheck
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
-from tpfused.sharding import divide, shard_range
+from tpfused.sharding import shard_range
 
 InitMethod = Callable[[Tensor], object]
 
@@ -31,10 +42,16 @@ class _Layer(ParallelModule):
     """What holds too for a program's subclass that calls ``nn.Module.__init__`` alone and makes its own weights."""
 
     _shards = {}
+    backend = activation = None
+    sequence_parallel = skip_bias_add = save_gathered = False
+    sequence_dim = 0
 
     @cached_property
     def group(self) -> TPGroup:
         return tp_group()
+
+    def forward(self, input_: Tensor) -> Tensor:
+        return super().forward(input_)
 
 
 class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
@@ -115,7 +132,15 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
         return _whole_weight(self, 1)
 
 
-class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
+class _Table(_Layer):
+    """The same for an embedding."""
+
+    _weight = None  # of fairscale's
+    check = "off"
+    _id_check = IdCheck("token ids")
+
+
+class VocabParallelEmbedding(_Table, embedding.VocabParallelEmbedding):
     """`tpfused.VocabParallelEmbedding` with fairscale's initialisation, over its group.
 
     Args:
@@ -148,17 +173,19 @@ class VocabParallelEmbedding(_Layer, embedding.VocabParallelEmbedding):
         group = tp_group()
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
         own = _per_rank(num_embeddings, "num_embeddings", group, "VocabParallelEmbedding")
-        super().__init__(num_embeddings, embedding_dim, padding_idx, init_method=init_method, check="off", group=group)
+        super().__init__(
+            num_embeddings, embedding_dim, padding_idx, init_method=init_method, check=self.check, group=group
+        )
         self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, norm_type, False, False
         self.num_embeddings_per_partition = own
-        self.vocab_start_index, self.vocab_end_index = shard_range(num_embeddings, group.size, group.rank)
+        self.vocab_start_index, self.vocab_end_index = shard_range(self.num_embeddings, group.size, group.rank)
 
     def reset_parameters(self) -> None:
         """Draw the whole table, and keep this rank's rows. Nothing on the meta device."""
         _draw_table(self)
 
 
-class ParallelEmbedding(_Layer):
+class ParallelEmbedding(_Table):
     """`nn.Embedding` with the embedding dimension split over the ranks, and gathered after the lookup.
 
     Args:
@@ -183,7 +210,8 @@ class ParallelEmbedding(_Layer):
     ):
         super().__init__(tp_group())
         _check_lookup(max_norm, scale_grad_by_freq, sparse)
-        check_size(num_embeddings, "num_embeddings")
+        num_embeddings = check_size(num_embeddings, "num_embeddings")
+        embedding_dim = check_size(embedding_dim, "embedding_dim")
         self.embedding_dim_per_partition = _per_rank(embedding_dim, "embedding_dim", self.group, "ParallelEmbedding")
         self.num_embeddings, self.embedding_dim = num_embeddings, embedding_dim
         self.padding_idx = embedding.row_of_padding(padding_idx, num_embeddings)
@@ -254,7 +282,7 @@ def _initialize_affine_weight(
 
 
 def _per_rank(size: int, what: str, group: TPGroup, layer: str) -> int:
-    check_size(size, what)
+    size = check_size(size, what)
     return divide(size, group.size, f"{layer}: {what} over the model-parallel ranks")
 
 

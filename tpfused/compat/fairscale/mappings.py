@@ -9,9 +9,11 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpfused import collectives
+from tpfused.compat.asserted import divide
+from tpfused.compat.fairscale.initialize import get_model_parallel_group as get_model_parallel_group
 from tpfused.compat.fairscale.initialize import tp_group
+from tpfused.compat.fairscale.utils import split_tensor_along_last_dim as split_tensor_along_last_dim
 from tpfused.compat.sizes import size_of
-from tpfused.sharding import divide
 
 
 def copy_to_model_parallel_region(input_: Tensor) -> Tensor:

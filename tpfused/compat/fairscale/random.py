@@ -13,6 +13,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from tpfused.compat.fairscale.initialize import get_data_parallel_rank as get_data_parallel_rank
 from tpfused.compat.fairscale.initialize import get_model_parallel_rank
 
 _MODEL_PARALLEL_RNG_TRACKER_NAME = "model-parallel-rng"
@@ -100,6 +101,12 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 def checkpoint(function, *args):
     """``function(*args)``, computed again in backward instead of kept, with the random numbers of the first time."""
     return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_replay_streams)
+
+
+class CheckpointFunction:
+    """For programs that call its `apply` instead of `checkpoint`; no autograd function here."""
+
+    apply = staticmethod(checkpoint)
 
 
 def _replay_streams() -> tuple[AbstractContextManager, AbstractContextManager]:

@@ -1,10 +1,13 @@
-"""fairscale's arithmetic of shards, which are all of one size. What it asserts is a `ValueError` here."""
+"""fairscale's arithmetic of shards, which are all of one size. What it asserts is a `ValueError` here, which is an
+`AssertionError`, too.
+"""
 
 from __future__ import annotations
 
 from torch import Tensor
 
 from tpfused import sharding
+from tpfused.compat import asserted
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -14,7 +17,7 @@ def ensure_divisibility(numerator: int, denominator: int) -> None:
 
 def divide_and_check_no_remainder(numerator: int, denominator: int) -> int:
     """``numerator / denominator``, which must be whole: `ValueError` otherwise."""
-    return sharding.divide(numerator, denominator, "division with a remainder")
+    return asserted.divide(numerator, denominator, "division with a remainder")
 
 
 divide = divide_and_check_no_remainder

@@ -17,7 +17,9 @@ What differs from Megatron's own:
 - Weights are slices of one tensor drawn from torch's generator, so the number of ranks does not change the model. Seed
   the ranks of a group alike. With ``use_cpu_initialization`` they have the bits of Megatron's.
 - A label that is negative is ignored: loss and gradient are zero. One beyond the vocabulary raises, as does a token id.
-- Misuse raises `ValueError` or `TypeError`.
+- Under autocast a linear layer's output has autocast's dtype with a bias, too: Megatron's adds it afterwards, in the
+  bias's own dtype, float32.
+- Misuse raises `ValueError` or `TypeError`; where Megatron asserts, an error that is an `AssertionError`, too.
 """
 
 from tpfused.compat.megatron import data as data

@@ -10,11 +10,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.compat.asserted import divide
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.group import TPGroup
 from tpfused.main_grad import announced, into_main_grad, main_grad_of
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
-from tpfused.sharding import divide
 
 Init = Callable[[Tensor], object] | None
 
@@ -30,7 +30,7 @@ class Layer(ParallelModule):
         self, config, init_method: Init, tp_group: dist.ProcessGroup | None, stride: int = 1, pg_collection=None
     ) -> dict:
         """To be called first -> the arguments that say how parameters are made."""
-        check_size(stride, "stride")
+        stride = check_size(stride, "stride")
         check_init_method(init_method)
         if config is None or isinstance(config, dict | str):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
@@ -136,7 +136,7 @@ class _Initializer:
 
 
 def per_rank(size: int, what: str, stride: int, group: TPGroup) -> int:
-    check_size(size, what)
+    size = check_size(size, what)
     divide(size, group.size * stride, f"{what} over {group.size} tensor-parallel ranks and a stride of {stride}")
     return size // group.size
 

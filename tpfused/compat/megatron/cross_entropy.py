@@ -5,9 +5,10 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.compat.asserted import AssertedError
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.compat.megatron.megatrons_own import names_of
-from tpfused.compat.sizes import size_of
+from tpfused.compat.sizes import as_labels, size_of
 from tpfused.layers import loss
 
 IGNORED = -100
@@ -24,8 +25,8 @@ def vocab_parallel_cross_entropy(
     Args:
         vocab_parallel_logits: ``[tokens, batch, vocabulary / ranks]``, or with other leading dimensions; floating. Not
             changed.
-        target: int64 ``[tokens, batch]``. Megatron gives a negative label a meaningless loss, for the program to mask;
-            here its loss and gradient are zero.
+        target: integers ``[tokens, batch]``. Megatron gives a negative label a meaningless loss, for the program to
+            mask; here its loss and gradient are zero.
         label_smoothing: in [0, 1), spread over the other labels (Megatron's rule, which `F.cross_entropy` does not
             follow) of the whole vocabulary (Megatron's own takes each rank's part for the whole).
         tp_group: the tensor-parallel group.
@@ -37,8 +38,8 @@ def vocab_parallel_cross_entropy(
         ValueError, TypeError: as `tpfused.vocab_parallel_cross_entropy`.
     """
     if not 0.0 <= label_smoothing < 1.0:
-        raise ValueError(f"label_smoothing must be in [0, 1), not {label_smoothing}")
-    group = find_group(tp_group)
+        raise AssertedError(f"label_smoothing must be in [0, 1), not {label_smoothing}")
+    group, target = find_group(tp_group), as_labels(target)
     if label_smoothing:
         # An amount e spread over the K - 1 others is e K / (K - 1) spread over all K.
         vocabulary = size_of(vocab_parallel_logits, -1, "vocab_parallel_cross_entropy") * group.size

@@ -19,8 +19,9 @@ All others are ignored, for they do not change results here: ``async_tensor_mode
 
 Of attributes that Megatron's layers have, these say what was asked for: `config`, `input_size`, `output_size`,
 `output_size_per_partition`, `input_size_per_partition`, `gather_output`, `input_is_parallel`, `skip_bias_add`,
-`disable_grad_reduce`, `sequence_parallel`, `gradient_accumulation_fusion`, `tp_group`. `gather_output`,
-`sequence_parallel` and `disable_grad_reduce` may be changed between calls. `is_expert` and its like are False.
+`disable_grad_reduce`, `allreduce_dgrad`, `sequence_parallel`, `gradient_accumulation_fusion`, `tp_group`.
+`gather_output`, `sequence_parallel` and `disable_grad_reduce` may be changed between calls. `is_expert` and its like
+are False.
 """
 
 from __future__ import annotations
@@ -112,7 +113,11 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
             skip_bias_add=skip_bias_add,
             **place,
         )
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size, self.output_size = self.in_features, self.out_features
+
+    @property
+    def allreduce_dgrad(self) -> bool:
+        return self.group.size > 1 and not self.sequence_parallel and not self.disable_grad_reduce
 
     def new_parameter(self, name: str, *args, **kwargs) -> None:
         if name == "weight" and self.skips_weight:
@@ -203,7 +208,7 @@ class RowParallelLinear(LinearLayer, linear.RowParallelLinear):
             skip_bias_add=skip_bias_add,
             **place,
         )
-        self.input_size, self.output_size = input_size, output_size
+        self.input_size, self.output_size = self.in_features, self.out_features
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
         if self.sequence_parallel and isinstance(input_, Tensor) and input_.ndim > 1:

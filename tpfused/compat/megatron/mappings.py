@@ -20,10 +20,10 @@ from tpfused.collectives import (
     reduce_scatter_tokens,
     scatter_to_group,
 )
+from tpfused.compat.asserted import divide
 from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.compat.sizes import size_of
 from tpfused.group import TPGroup, resolve_group
-from tpfused.sharding import divide
 
 
 def find_group(tp_group: dist.ProcessGroup | None) -> TPGroup:

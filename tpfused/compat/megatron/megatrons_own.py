@@ -6,9 +6,12 @@ from collections.abc import Callable
 from importlib import import_module
 
 
-def names_of(module: str) -> Callable[[str], object]:
-    """The ``__getattr__`` of the module here that stands for Megatron's `module`: its other names, private ones too."""
-    here = module.replace("megatron.core.tensor_parallel", "tpfused.compat.megatron")
+def names_of(module: str, here: str | None = None) -> Callable[[str], object]:
+    """The ``__getattr__`` of the module here that stands for Megatron's `module`: its other names, private ones too.
+
+    `here` is its name, if that is not Megatron's with this package for ``megatron.core.tensor_parallel``.
+    """
+    here = here or module.replace("megatron.core.tensor_parallel", "tpfused.compat.megatron")
 
     def get(name: str) -> object:
         if name.startswith("__"):  # Python's own question

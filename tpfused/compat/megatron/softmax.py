@@ -9,6 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import reference
+from tpfused.compat.asserted import AssertedError
+from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import has_kernels, runs_kernels
 
@@ -29,25 +31,32 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     Args:
         input_in_fp16, input_in_bf16: the scores are, and the result shall be, of this dtype.
-        attn_mask_type: Megatron's `AttnMaskType` or this module's. The causal ones hide later keys from each query.
-        scaled_masked_softmax_fusion: one kernel on a GPU, plain PyTorch elsewhere. A key is hidden by the mask, by a
-            causal type, or by both; a query that sees no key gets zeros. False: `mask_func` in plain PyTorch.
-        mask_func: ``mask_func(scores, mask)`` returns masked scores; called without fusion only. A causal type then
-            means the mask, if there is one.
+        attn_mask_type: Megatron's `AttnMaskType` or this module's. Only `causal`, and only without a mask, hides later
+            keys from each query: with a mask, and under all other types, what is hidden is what the mask says.
+        scaled_masked_softmax_fusion: one kernel on a GPU, plain PyTorch elsewhere, and a query that sees no key gets
+            zeros. False: `mask_func` in plain PyTorch.
+        mask_func: ``mask_func(scores, mask)`` returns masked scores; called without fusion only.
         softmax_in_fp32: the softmax of half-precision scores is computed in float32. Fusion always does.
         scale: of the scores; None: 1.
         window_size: ``(left, right)``: how many keys before and after its own place each query sees, whatever the mask.
 
-    Shapes: scores ``[batch, heads, queries, keys]``; a boolean mask broadcastable to them, where True is hidden. A
-    single query sees all keys under a causal type, and more queries than one with another number of keys need a mask.
-    A `softmax_offset` of an entry a head is the score of one more key, which has no value (an attention sink); with it,
-    plain PyTorch computes.
+    Shapes: scores ``[batch, heads, queries, keys]``; a mask (boolean, or uint8) broadcastable to them, where True is
+    hidden. A single query sees all keys under `causal`, and more queries than one with another number of keys need a
+    mask. A `softmax_offset` of an entry a head is the score of one more key, which has no value (an attention sink).
+
+    `forward` calls `forward_fused_softmax` where `is_kernel_available` says so and there is no `softmax_offset`, else
+    `forward_torch_softmax`; a program's subclass may override all three.
+
+    Differs from Megatron, whose plain PyTorch gives the same numbers: a kernel is there for all sizes and dtypes, and
+    follows windows, and masks under `causal`, which Megatron's kernels ignore (such a mask must hide the later keys,
+    too). `mask_func` is not called under fusion, on a CPU neither, so that the results there are a GPU's.
 
     Raises:
-        ValueError: both input dtypes, a scale without `softmax_in_fp32`, neither fusion nor a `mask_func`, scores that
-            are not four-dimensional, a causal type without a mask for other than square scores, a `softmax_offset` of
-            another number of entries; under fusion, a mask that is not broadcastable to the scores.
-        TypeError: under fusion, a mask that is not boolean.
+        ValueError: both input dtypes, a scale without `softmax_in_fp32`, scores that are not four-dimensional,
+            `causal` without a mask for other than square scores (these are an `AssertionError`, too), a
+            `softmax_offset` of another number of entries; under fusion, a mask that is not broadcastable to the scores,
+            and without it, one without a `mask_func`.
+        TypeError: under fusion, a mask that is neither boolean nor uint8.
     """
 
     def __init__(
@@ -63,13 +72,12 @@ class FusedScaleMaskSoftmax(nn.Module):
     ):
         super().__init__()
         if input_in_fp16 and input_in_bf16:
-            raise ValueError("input_in_fp16 and input_in_bf16 exclude each other")
+            raise AssertedError("input_in_fp16 and input_in_bf16 exclude each other")
         if scale is not None and not softmax_in_fp32:
-            raise ValueError(f"scale {scale} wants softmax_in_fp32=True")
-        if mask_func is None and not scaled_masked_softmax_fusion:
-            raise ValueError("scaled_masked_softmax_fusion=False needs a mask_func")
+            raise AssertedError(f"scale {scale} wants softmax_in_fp32=True")
         self.input_in_fp16 = input_in_fp16
         self.input_in_bf16 = input_in_bf16
+        self.input_in_float16 = input_in_fp16 or input_in_bf16
         self.attn_mask_type = attn_mask_type
         self.scaled_masked_softmax_fusion = scaled_masked_softmax_fusion
         self.mask_func = mask_func
@@ -79,19 +87,12 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
         if input.ndim != 4:
-            raise ValueError(f"the scores must be [batch, heads, queries, keys], not of shape {tuple(input.shape)}")
+            raise AssertedError(f"the scores must be [batch, heads, queries, keys], not of shape {tuple(input.shape)}")
         if softmax_offset is not None and softmax_offset.numel() != input.shape[1]:
             raise ValueError(f"{input.shape[1]} heads need as many softmax_offsets, not {tuple(softmax_offset.shape)}")
-        queries, keys = input.shape[-2:]
-        if self.window_size is not None:
-            mask, causal = _outside_window(input, *self.window_size), False  # in place of the mask, as in Megatron
-        else:
-            causal = self._is_causal(mask, queries, keys)
-        compute = self._fused if self.scaled_masked_softmax_fusion else self._plain
-        probabilities = compute(input, mask, causal, softmax_offset)
-        if self.input_in_fp16 or self.input_in_bf16:
-            return probabilities.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
-        return probabilities
+        if softmax_offset is None and self.is_kernel_available(mask, *input.shape):
+            return self.forward_fused_softmax(input, mask)
+        return self.forward_torch_softmax(input, mask, softmax_offset)
 
     def is_kernel_available(self, mask: Tensor | None, b: int, np: int, sq: int, sk: int) -> bool:
         """Whether one kernel does it all, unless there is a `softmax_offset`: whatever the sizes, on a current GPU that
@@ -99,46 +100,69 @@ class FusedScaleMaskSoftmax(nn.Module):
         here = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
         return self.scaled_masked_softmax_fusion and has_kernels(here)
 
-    def _is_causal(self, mask: Tensor | None, queries: int, keys: int) -> bool:
-        # By name, for Megatron's own enumeration is another class.
-        if self.attn_mask_type is None or "causal" not in self.attn_mask_type.name or queries == 1:
-            return False
-        if queries != keys and mask is None:
-            raise ValueError(f"a causal mask needs as many queries as keys, not {queries} and {keys}")
-        return queries == keys
+    @staticmethod
+    def get_batch_per_block(sq: int, sk: int, b: int, np: int) -> int:
+        """1, for programs that ask whether sizes divide by it: the kernel takes them all."""
+        return 1
 
-    def _fused(self, scores: Tensor, mask: Tensor | None, causal: bool, offset: Tensor | None) -> Tensor:
-        if mask is not None:
-            _check_mask(mask, scores)
-        seen = None if mask is None else ~mask
+    def forward_fused_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
+        """By a kernel; where there is none for these scores, by `forward_torch_softmax`."""
+        if not runs_kernels(input, what="masked softmax"):
+            return self.forward_torch_softmax(input, mask)
+        mask, causal = self._mask_and_causal(input, mask)
+        seen = None if mask is None else ~_as_boolean(mask, input)
+        return self._as_asked(scale_mask_softmax(input, seen, 1.0 if self.scale is None else self.scale, causal))
+
+    def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        """By plain PyTorch."""
+        mask, causal = self._mask_and_causal(input, mask)
+        plain = self._as_the_kernel if self.scaled_masked_softmax_fusion else self._by_mask_func
+        return self._as_asked(plain(input, _later_keys(input) if causal else mask, softmax_offset))
+
+    def _mask_and_causal(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor | None, bool]:
+        """The mask that counts, or whether later keys are hidden in its place."""
+        if self.window_size is not None:
+            return _outside_window(scores, *self.window_size), False
+        queries, keys = scores.shape[-2:]
+        # By name, for Megatron's own enumeration is another class.
+        causal = getattr(self.attn_mask_type, "name", None) == "causal" and mask is None and queries > 1
+        if causal and queries != keys:
+            raise AssertedError(f"a causal mask needs as many queries as keys, not {queries} and {keys}")
+        return mask, causal
+
+    def _as_asked(self, probabilities: Tensor) -> Tensor:
+        if not self.input_in_float16:
+            return probabilities
+        return probabilities.to(torch.float16 if self.input_in_fp16 else torch.bfloat16)
+
+    def _as_the_kernel(self, scores: Tensor, mask: Tensor | None, offset: Tensor | None) -> Tensor:
+        mask = None if mask is None else _as_boolean(mask, scores)
         scale = 1.0 if self.scale is None else self.scale
-        if offset is None and runs_kernels(scores, what="masked softmax"):
-            return scale_mask_softmax(scores, seen, scale, causal)
         compute = scores.to(torch.promote_types(scores.dtype, torch.float32))
         if offset is None:
-            probabilities = reference.scale_mask_softmax(compute, seen, scale, causal)
-        else:
-            hidden = torch.zeros((), dtype=torch.bool, device=scores.device) if mask is None else mask
-            hidden = hidden | _later_keys(scores) if causal else hidden
-            probabilities = _softmax((compute * scale).masked_fill(hidden, -torch.inf), offset)
-        return probabilities.to(scores.dtype)
+            return reference.scale_mask_softmax(compute, None if mask is None else ~mask, scale, False).to(scores.dtype)
+        compute = compute * scale
+        return _softmax(compute if mask is None else compute.masked_fill(mask, -torch.inf), offset).to(scores.dtype)
 
-    def _plain(self, scores: Tensor, mask: Tensor | None, causal: bool, offset: Tensor | None) -> Tensor:
-        if self.softmax_in_fp32 and (self.input_in_fp16 or self.input_in_bf16):
+    def _by_mask_func(self, scores: Tensor, mask: Tensor | None, offset: Tensor | None) -> Tensor:
+        if self.softmax_in_fp32 and self.input_in_float16:
             scores = scores.float()
         if self.scale is not None:
             scores = scores * self.scale
-        if mask is None and causal:
-            mask = _later_keys(scores)
-        return _softmax(scores if mask is None else self.mask_func(scores, mask), offset)
+        if mask is None:
+            return _softmax(scores, offset)
+        if self.mask_func is None:
+            raise ValueError("a mask, without fusion, needs a mask_func")
+        return _softmax(self.mask_func(scores, mask), offset)
 
 
-def _check_mask(mask: Tensor, scores: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
+def _as_boolean(mask: Tensor, scores: Tensor) -> Tensor:
+    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.uint8):
         got = getattr(mask, "dtype", type(mask).__name__)
         raise TypeError(f"the mask must be boolean, True is masked out, not {got}")
     if mask.ndim > 4 or any(m not in (1, s) for m, s in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
         raise ValueError(f"the mask, {tuple(mask.shape)}, is not broadcastable to the scores, {tuple(scores.shape)}")
+    return mask.bool()
 
 
 def _softmax(scores: Tensor, offset: Tensor | None) -> Tensor:
@@ -159,3 +183,6 @@ def _outside_window(scores: Tensor, left: int, right: int) -> Tensor:
     every = torch.ones(queries, keys, dtype=torch.bool, device=scores.device)
     own = keys - queries
     return ~(every.triu(own - left) & every.tril(own + right))
+
+
+__getattr__ = names_of("megatron.core.fusions.fused_softmax", here=__name__)
