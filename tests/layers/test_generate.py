@@ -2,6 +2,7 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -46,6 +47,25 @@ def make(block, config, dtype=torch.float64):
 
 def in_parts(model, cache, ids, sizes):
     return torch.cat([model(part, cache=cache) for part in ids.split(sizes, dim=1)], dim=1)
+
+
+def check_inference_mode(ctx, tp, seed):
+    """What is made under inference mode serves outside, and the other way round, and gives the same."""
+    block = Block(ctx, tp, "group", seed)
+    for name in ("llama", "gpt"):
+        model, _ = make(block, CONFIGS[name])
+        ids, found = draw_ids(block, CONFIGS[name], TOKENS), []
+        for made, called in product((torch.no_grad, torch.inference_mode), repeat=2):
+            with made():
+                cache = KVCache(model, 2, TOKENS, padding=torch.tensor([0, 1], device=block.device))
+                model(ids[:, :4], cache=cache)
+            assert not any(kept.is_inference() for kept in (cache.keys, cache.values, cache.padding))
+            cache.length = 3
+            cache.length += 1
+            with called():
+                found.append(in_parts(model, cache, ids[:, 4:], [1, 3, 1]).clone())
+            assert cache.length == cache._device_length.item() == TOKENS
+        assert all(torch.equal(out, found[0]) for out in found)
 
 
 def dense_greedy(ids, whole, config, new_tokens):
@@ -329,6 +349,10 @@ def check_refusals(ctx, tp, mode):
 @configs
 def test_logits_equal_those_of_all_tokens_at_once(workers, tp, mode, seed, name):
     workers.run(check_logits, tp, mode, seed, name)
+
+
+def test_a_cache_of_inference_mode_serves_outside(workers, tp, seed):
+    workers.run(check_inference_mode, tp, seed)
 
 
 def test_float32_obeys_the_tolerance(workers, tp, seed):

@@ -154,15 +154,17 @@ class KVCache:
         self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
-        self.padding = None if padding is None else padding.long().contiguous()
         shape = config.num_layers, batch, attention.own_kv_heads, max_tokens, attention.head_dim
-        # Not uninitialised: what is masked still counts zero times its value, and zero times NaN is NaN.
-        self.keys, self.values = (
-            torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device) for _ in range(2)
-        )
+        # A cache lives on after the block that it was made in, and a tensor of inference mode can't be changed outside.
+        with torch.inference_mode(False):
+            self.padding = None if padding is None else padding.clone(memory_format=torch.contiguous_format).long()
+            # Not uninitialised: what is masked still counts zero times its value, and zero times NaN is NaN.
+            self.keys, self.values = (
+                torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device) for _ in range(2)
+            )
+            self._device_length = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self.fixed = False
         self._length = 0
-        self._device_length = torch.zeros(1, dtype=torch.int64, device=weight.device)
 
     @property
     def length(self) -> int:
@@ -174,11 +176,11 @@ class KVCache:
             raise TypeError(f"a cache's length must be an integer, not {tokens!r}")
         if not 0 <= tokens <= self.max_tokens:
             raise ValueError(f"a cache of max_tokens {self.max_tokens} cannot hold {tokens} tokens")
-        self._length = tokens
         if torch.compiler.is_compiling():
             _set_length(self._device_length, tokens)
         else:
             self._device_length.fill_(tokens)
+        self._length = tokens  # last: what the device is refused is not counted
 
     def extend(self, tokens: int) -> list[LayerCache]:
         """What each layer needs to add `tokens` tokens. The length stays: `added` raises it when all layers have.
