@@ -121,6 +121,12 @@ def check_refusals(ctx, tp):
                 getattr(mappings, name)(torch.tensor(1.0))
             with refuses(TypeError, name, "list"):
                 getattr(mappings, name)([1.0])
+        for name in ("copy_to_model_parallel_region", "reduce_from_model_parallel_region"):
+            for odd in (3, None, [1.0]):
+                with refuses(TypeError, name, type(odd).__name__):
+                    getattr(mappings, name)(odd)
+        with refuses(TypeError, "split_tensor_along_last_dim", "list"):
+            utils.split_tensor_along_last_dim([1.0], 1)
         logits = torch.zeros(2, 8 // tp)
         if tp == 1:
             return

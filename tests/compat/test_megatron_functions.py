@@ -36,6 +36,9 @@ def check_loss(ctx, tp, seed):
             lambda name, tensor: block.own(tensor, -1 if name == "x" else None),
             f"smoothing {amount}",
         )
+    for odd in ("x", None, mine):
+        with refuses(TypeError, "label_smoothing", repr(odd)):
+            megatron.vocab_parallel_cross_entropy(mine, labels, odd, tp_group=block.group)
     with refuses(ValueError, 1.0):
         megatron.vocab_parallel_cross_entropy(mine, labels, 1.0, tp_group=block.group)
     for smoothing in (0.0, 0.1):

@@ -157,7 +157,23 @@ def test_refusals():
     for shape in ((1, 1, 4, 5), (3, 4), (1, 1, 1, 4, 4)):
         with pytest.raises(ValueError, match=re.escape(f"{shape}, is not broadcastable")):
             make()(torch.randn(2, 2, 4, 4), torch.zeros(shape, dtype=torch.bool))
-    with pytest.raises(TypeError, match="list"):
-        make()(torch.randn(1, 1, 2, 2), [[True]])
+    for fusion in (True, False):
+        layer, scores = make(fusion=fusion), torch.randn(1, 1, 2, 2)
+        with pytest.raises(TypeError, match="the scores must be a tensor, not int"):
+            layer(3, None)
+        with pytest.raises(TypeError, match="the mask must be a tensor, not list"):
+            layer(scores, [[True]])
+        with pytest.raises(TypeError, match="softmax_offset must be a tensor, not float"):
+            layer(scores, None, 1.0)
+    for told, options in (
+        ("attn_mask_type .* not 'causal'", {"kind": "causal"}),
+        ("scale must be a number, not '2'", {"scale": "2"}),
+        ("window_size must be .* not 3", {"window_size": 3}),
+        ("window_size's right must be an integer, not float", {"window_size": (1, 0.5)}),
+    ):
+        with pytest.raises(TypeError, match=told):
+            make(**options)
+    with pytest.raises(TypeError, match="mask_func must be a function .* not 'add'"):
+        FusedScaleMaskSoftmax(False, False, AttnMaskType.padding, False, "add", True, None)
     with pytest.raises(TypeError, match="float32"):
         make()(torch.randn(1, 1, 4, 4), torch.zeros(4, 4))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpfused import collectives
+from tpfused.checks import check_tensor
 from tpfused.compat.fairscale.initialize import tp_group
 from tpfused.compat.sizes import size_of
 from tpfused.sharding import divide
@@ -16,11 +17,13 @@ from tpfused.sharding import divide
 
 def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
     """`input_`, whole on each rank, as it is. Its gradient is all-reduced."""
+    check_tensor(input_, "copy_to_model_parallel_region: the input")
     return collectives.copy_to_group(input_, tp_group())
 
 
 def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
     """The sum over the ranks of each one's `input_`. Its gradient passes as it is."""
+    check_tensor(input_, "reduce_from_model_parallel_region: the input")
     return collectives.reduce_from_group(input_, tp_group())
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import reference
+from tpfused.checks import check_integer, check_number, check_tensor
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import has_kernels, runs_kernels
 
@@ -47,7 +48,8 @@ class FusedScaleMaskSoftmax(nn.Module):
         ValueError: both input dtypes, a scale without `softmax_in_fp32`, neither fusion nor a `mask_func`, scores that
             are not four-dimensional, a causal type without a mask for other than square scores, a `softmax_offset` of
             another number of entries; under fusion, a mask that is not broadcastable to the scores.
-        TypeError: under fusion, a mask that is not boolean.
+        TypeError: scores, a mask or a `softmax_offset` that is no tensor; under fusion, a mask that is not boolean; an
+            argument of the constructor of another kind.
     """
 
     def __init__(
@@ -64,6 +66,14 @@ class FusedScaleMaskSoftmax(nn.Module):
         super().__init__()
         if input_in_fp16 and input_in_bf16:
             raise ValueError("input_in_fp16 and input_in_bf16 exclude each other")
+        if attn_mask_type is not None and not isinstance(attn_mask_type, Enum):
+            raise TypeError(f"attn_mask_type must be an AttnMaskType or None, not {attn_mask_type!r}")
+        if mask_func is not None and not callable(mask_func):
+            raise TypeError(f"mask_func must be a function of scores and a mask, or None, not {mask_func!r}")
+        if scale is not None:
+            check_number(scale, "scale")
+        if window_size is not None:
+            _check_window(window_size)
         if scale is not None and not softmax_in_fp32:
             raise ValueError(f"scale {scale} wants softmax_in_fp32=True")
         if mask_func is None and not scaled_masked_softmax_fusion:
@@ -78,6 +88,10 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.window_size = window_size
 
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        check_tensor(input, "the scores")
+        for given, what in ((mask, "the mask"), (softmax_offset, "softmax_offset")):
+            if given is not None:
+                check_tensor(given, what)
         if input.ndim != 4:
             raise ValueError(f"the scores must be [batch, heads, queries, keys], not of shape {tuple(input.shape)}")
         if softmax_offset is not None and softmax_offset.numel() != input.shape[1]:
@@ -133,10 +147,16 @@ class FusedScaleMaskSoftmax(nn.Module):
         return _softmax(scores if mask is None else self.mask_func(scores, mask), offset)
 
 
+def _check_window(window_size: tuple[int, int]) -> None:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size must be (left, right) or None, not {window_size!r}")
+    for side, size in zip(("left", "right"), window_size, strict=True):
+        check_integer(size, f"window_size's {side}")
+
+
 def _check_mask(mask: Tensor, scores: Tensor) -> None:
-    if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        got = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"the mask must be boolean, True is masked out, not {got}")
+    if mask.dtype != torch.bool:
+        raise TypeError(f"the mask must be boolean, True is masked out, not {mask.dtype}")
     if mask.ndim > 4 or any(m not in (1, s) for m, s in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
         raise ValueError(f"the mask, {tuple(mask.shape)}, is not broadcastable to the scores, {tuple(scores.shape)}")
 
