@@ -5,6 +5,7 @@ from dataclasses import replace
 from itertools import product
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -285,8 +286,21 @@ def check_refusals(ctx, tp, mode):
         KVCache(model, 2, 8, dtype=torch.int64)
     with refuses(ValueError, "padding", "meta"):
         KVCache(model, 2, 8, padding=ids.new_zeros(2, device="meta"))
+    with refuses(TypeError, "padding", "ndarray"):
+        KVCache(model, 2, 8, padding=np.zeros(2, dtype=np.int64))
+    for odd in ("x", 3, ids):
+        with refuses(TypeError, "dtype", repr(odd)):
+            KVCache(model, 2, 8, dtype=odd)
 
     cache = KVCache(model, 2, 8)
+    hidden, part = torch.zeros(1, 2, 8, device=ctx.device), cache.extend(1)[0]
+    for odd in ("x", 3, [part], part, ids):
+        with refuses(TypeError, "cache", "KVCache", type(odd).__name__):
+            model(ids, cache=odd)
+    for odd in ("x", 3, [part], cache, ids):
+        for layer in (model.blocks[0], model.blocks[0].attention):
+            with refuses(TypeError, "cache", "LayerCache", type(odd).__name__):
+                layer(hidden, cache=odd)
     model(ids, cache=cache)
     with refuses(ValueError, 5, 4, 8):
         model(ids[:, :4], cache=cache)
@@ -340,9 +354,16 @@ def check_refusals(ctx, tp, mode):
         (ValueError, ("top_p", 1.5), (ids, 2), {"temperature": 1.0, "top_p": 1.5}),
         (ValueError, ("top_p 0.9", "temperature above 0"), (ids, 2), {"top_p": 0.9}),
         (ValueError, ("eos_id", 13, 13), (ids, 2), {"eos_id": 13}),
+        (TypeError, ("generator", "str"), (ids, 2), {"generator": "x"}),
+        (TypeError, ("generator", "int"), (ids, 2), {"generator": 0, "temperature": 1.0}),
+        (TypeError, ("ids", "ndarray"), (np.zeros((2, 5), dtype=np.int64), 2), {}),
+        (TypeError, ("mask", "ndarray"), (ids, 2), {"mask": np.ones((2, 5), dtype=bool)}),
     ):
         with refuses(error, *told):
             model.generate(*args, **options)
+    if ctx.device.type != "cpu":
+        with refuses(ValueError, "generator", "cpu", ctx.device):
+            model.generate(ids, 2, temperature=1.0, generator=torch.Generator())
 
 
 @modes

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tpfused.checks import kind_of
 from tpfused.explanation import PLAIN, tell
 from tpfused.kernels.decode import MOST_HEAD_DIM, MOST_HEADS, decode_attention
 from tpfused.layers.backend import runs_kernels
@@ -149,8 +150,8 @@ class KVCache:
         weight, attention = model.embedding.local("weight"), model.blocks[0].attention
         if padding is not None:
             _check_padding(padding, batch, max_tokens, weight.device)
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"a cache's dtype must be floating-point, not {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"a cache's dtype must be a floating-point torch.dtype, not {dtype!r}")
         self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
@@ -263,9 +264,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_padding(padding: Tensor, batch: int, max_tokens: int, device: torch.device) -> None:
     if not isinstance(padding, Tensor) or padding.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"padding must be an int64 or int32 tensor, not {getattr(padding, 'dtype', type(padding).__name__)}"
-        )
+        raise TypeError(f"padding must be an int64 or int32 tensor, not {kind_of(padding)}")
     if padding.shape != (batch,):
         raise ValueError(f"padding must have shape ({batch},), not {tuple(padding.shape)}")
     if padding.device != device:
