@@ -50,7 +50,8 @@ class ParallelAttention(nn.Module):
     Raises:
         ValueError: head counts that do not divide, a mask that does not broadcast, a cache of other sizes or where
             there can be none, and as `ColumnParallelLinear`.
-        TypeError: a mask that is neither boolean nor floating; and as `ColumnParallelLinear`.
+        TypeError: a mask that is neither boolean nor floating, another cache than a `LayerCache`; and as
+            `ColumnParallelLinear`.
     """
 
     def __init__(

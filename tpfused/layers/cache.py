@@ -127,7 +127,8 @@ class KVCache:
 
     Raises:
         ValueError: a model that is not causal, sizes that do not fit, a length outside ``[0, max_tokens]``.
-        TypeError: something else than a `ParallelTransformer`; sizes, padding or a length that are not integers.
+        TypeError: something else than a `ParallelTransformer`; sizes, padding or a length that are not integers; a
+            dtype that is not floating-point.
     """
 
     def __init__(

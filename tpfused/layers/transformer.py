@@ -234,7 +234,7 @@ class ParallelTransformer(nn.Module):
         ValueError: sizes that cannot be split over the ranks, more tokens than `max_positions`, ids outside the
         vocabulary; a cache that is full, or made for another config, number of ranks or batch, or used with
         gradients or a mask.
-        TypeError: a config that is no `TransformerConfig`.
+        TypeError: a config that is no `TransformerConfig`, a cache that is no `KVCache`, ids that are no tensor.
     """
 
     generate = generation.generate
