@@ -357,3 +357,33 @@ def test_factored_state_is_refused():
     optimizer.step()
     with pytest.raises(ValueError, match="weight.row_var"):
         full_optimizer_state(model, optimizer)
+
+
+@pytest.mark.parametrize("odd", [None, "x", 3, [1.0], {}])
+def test_what_is_no_model_optimizer_or_state_is_named(odd, tmp_path):
+    model, kind = nn.Linear(2, 2), type(odd).__name__
+    optimizer = torch.optim.SGD(model.parameters())
+    for call in (
+        lambda: full_state_dict(odd),
+        lambda: load_full_state_dict(odd, {}),
+        lambda: full_optimizer_state(odd, optimizer),
+        lambda: load_full_optimizer_state(odd, optimizer, {}),
+        lambda: tpfused.load_sharded(odd, tmp_path),
+        lambda: tpfused.save_sharded(odd, tmp_path),
+    ):
+        with pytest.raises(TypeError, match=f"the model must be an nn.Module, not {kind}"):
+            call()
+    for call in (
+        lambda: full_optimizer_state(model, odd),
+        lambda: load_full_optimizer_state(model, odd, {}),
+    ):
+        with pytest.raises(TypeError, match=f"optimizer must be .*, not {kind}"):
+            call()
+    if odd == {}:
+        return
+    for call in (
+        lambda: load_full_state_dict(model, odd),
+        lambda: load_full_optimizer_state(model, optimizer, odd),
+    ):
+        with pytest.raises(TypeError, match=f"state must be a mapping .*, not {kind}"):
+            call()

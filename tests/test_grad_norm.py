@@ -178,3 +178,20 @@ def test_float32_norms_of_large_gradients_are_exact():
     parameter.grad = torch.randn(512, 2048)
     exact = parameter.grad.double().norm()
     assert abs(clip_grad_norm_(parameter, 1.0) / exact - 1) < 5e-7
+
+
+def test_arguments_of_another_kind_are_named():
+    weight = nn.Parameter(torch.ones(2))
+    weight.grad = torch.ones(2)
+    for told, arguments in (
+        ("parameters must be .* not NoneType", (None, 1.0)),
+        ("each of the parameters must be a tensor, not str", ("x", 1.0)),
+        ("each of the parameters must be a tensor, not float", ([1.0], 1.0)),
+        ("max_norm must be a number, not '1'", (weight, "1")),
+        ("norm_type must be a number, not None", (weight, 1.0, None)),
+        ("error_if_nonfinite must be True or False, not 'no'", (weight, 1.0, 2.0, "no")),
+    ):
+        with pytest.raises(TypeError, match=told):
+            clip_grad_norm_(*arguments)
+    assert torch.equal(weight.grad, torch.ones(2))
+    assert clip_grad_norm_(weight, 1.0, "inf") == 1.0  # as torch's function takes it

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfused.checks import check_module
 from tpfused.packing import Packing
 from tpfused.placement import gather_whole, local, own_box, own_part, splits, whole_shape
 
@@ -44,8 +45,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the
             two is no floating-point one (all are listed), or the model is on the meta device. Nothing has
             changed then.
+        TypeError: a model that is no nn.Module, a state that is no mapping.
     """
     entries = list(model_entries(model))
+    _check_mapping(state)
     shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
     check_state(state, shapes, {name: entry.tensor.dtype for entry in entries for name in entry.names})
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
@@ -94,7 +97,9 @@ def load_full_optimizer_state(
     Raises:
         ValueError: names are missing, not the model's, or of another shape (all are listed), or the optimizer
             has parameters that are not the model's. Nothing has changed then.
+        TypeError: something else than a model, an optimizer, a mapping.
     """
+    _check_mapping(state)
     saved_keys = {}  # by parameter name
     for name in state:
         parameter, _, key = name.rpartition(".")
@@ -151,6 +156,7 @@ class Entry(NamedTuple):
 
 def model_entries(model: nn.Module, *, tied_again: bool = False) -> Iterator[Entry]:
     """In the same order on every rank; a tied one once, under its first name, or under each (`tied_again`)."""
+    check_module(model)
     packed = {}  # path of a packed child -> its packing and the paths of what it holds
     seen = set()
     for path, module in _walk(model, ()):
@@ -182,6 +188,8 @@ def _walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
 def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Entry]]:
     """The entries of the optimizer's parameters, by group, in its order."""
     entries = {id(entry.tensor): entry for entry in model_entries(model)}
+    if not hasattr(optimizer, "param_groups"):  # others than torch's have them too
+        raise TypeError(f"optimizer must be a torch.optim.Optimizer, not {type(optimizer).__name__}")
     params = [param for group in optimizer.param_groups for param in group["params"]]
     unknown = sum(id(param) not in entries for param in params)
     if unknown:
@@ -210,6 +218,11 @@ def _copy_on_cpu(value: Tensor | float) -> Tensor | float:
     if not isinstance(value, Tensor):
         return value
     return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+
+
+def _check_mapping(state: Mapping) -> None:
+    if not isinstance(state, Mapping):
+        raise TypeError(f"state must be a mapping of names to tensors, not {type(state).__name__}")
 
 
 def _shape(value: object) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tpfused.group import TPGroup
 from tpfused.parameter import check_integer, check_size
@@ -54,10 +54,25 @@ def check_rope_theta(theta: float) -> None:
         raise ValueError(f"rope_theta must be positive and finite, not {theta}")
 
 
+def check_tensor(x: Tensor, what: str) -> None:
+    """Refuse what is no tensor: a number, a list, an array of numpy's, nothing."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{what} must be a tensor, not {type(x).__name__}")
+
+
+def kind_of(x: object) -> str:
+    """What errors say they got: a tensor's dtype, or the type of something else, which may have a dtype too."""
+    return str(x.dtype) if isinstance(x, Tensor) else type(x).__name__
+
+
+def check_module(model: nn.Module) -> None:
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"the model must be an nn.Module, not {type(model).__name__} {model!r}")
+
+
 def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
     """`x` is ``[..., features]``, on the weight's device and of its dtype (any of 16 or 32 bits under autocast)."""
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{layer}: the input must be a tensor, not {type(x).__name__}")
+    check_tensor(x, f"{layer}: the input")
     check_dense(x, layer, "the input")
     if x.ndim < 1 or x.shape[-1] != features:
         raise ValueError(
@@ -72,8 +87,7 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
 
 def check_logits(logits: Tensor, vocab_size: int | None, operation: str) -> None:
     """`logits` is ``[..., vocabulary shard]``, floating; how wide, `tpfused.layers.vocabulary` compares."""
-    if not isinstance(logits, Tensor):
-        raise TypeError(f"{operation}: logits must be a tensor, not {type(logits).__name__}")
+    check_tensor(logits, f"{operation}: logits")
     check_dense(logits, operation, "the logits")
     if vocab_size is not None:
         check_size(vocab_size, f"{operation}: vocab_size")
@@ -103,8 +117,7 @@ def check_floating(x: Tensor, layer: str, what: str) -> None:
 
 def check_residual(residual: Tensor, shape: Sequence[int], x: Tensor, layer: str) -> None:
     """`residual` has the `shape` of what it is added to, or it would be broadcast; it is on x's device."""
-    if not isinstance(residual, Tensor):
-        raise TypeError(f"{layer}: the residual must be a tensor, not {residual!r}")
+    check_tensor(residual, f"{layer}: the residual")
     check_dense(residual, layer, "the residual")
     if residual.shape != shape or residual.device != x.device:
         raise ValueError(
@@ -119,16 +132,16 @@ def _are_cast(x: Tensor, other: Tensor) -> bool:
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: str) -> None:
     """`weight` is ``[n, k]``, `x` as `check_input` says of k features, and `bias` ``[n]``, like the weight."""
-    if isinstance(weight, Tensor):
-        check_dense(weight, operation, "the weight")
-    if not isinstance(weight, Tensor) or weight.ndim != 2:
-        got = f"shape {tuple(weight.shape)}" if isinstance(weight, Tensor) else type(weight).__name__
-        raise ValueError(f"{operation}: the weight must be a matrix [out features, in features], not {got}")
+    check_tensor(weight, f"{operation}: the weight")
+    check_dense(weight, operation, "the weight")
+    if weight.ndim != 2:
+        raise ValueError(
+            f"{operation}: the weight must be a matrix [out features, in features], not shape {tuple(weight.shape)}"
+        )
     check_input(x, weight.shape[1], weight, operation)
     if bias is None:
         return
-    if not isinstance(bias, Tensor):
-        raise TypeError(f"{operation}: the bias must be a tensor, not {bias!r}")
+    check_tensor(bias, f"{operation}: the bias")
     check_dense(bias, operation, "the bias")
     if bias.shape != weight.shape[:1]:
         raise ValueError(

@@ -57,15 +57,16 @@ def generate(
 
     Raises:
         ValueError: more tokens than `max_positions`, ids outside the vocabulary, padding that does not come first, a
-            temperature or top_p out of range, a model that is not causal.
+            temperature or top_p out of range, a model that is not causal, a generator of another device.
         TypeError: ids that are not integers, a mask that is not boolean, sizes or an eos_id that are not integers, a
-            temperature or top_p that is no number.
+            temperature or top_p that is no number, a generator that is no torch.Generator.
     """
     vocab_size = model.config.vocab_size
     tokens, padding = _check_prompts(model, ids, max_new_tokens, mask)
     temperature = 0.0 if temperature is None else temperature
     top_p = 1.0 if top_p is None else top_p
     _check_sampling(temperature, top_p, eos_id, vocab_size)
+    _check_generator(generator, ids.device, temperature)
 
     # Not inference_mode: parameters that FSDP2 gathers there, and ids made there, cannot be trained with afterwards.
     with torch.no_grad(), with_attributes(model, training=False, sequence_parallel=False):
@@ -147,7 +148,7 @@ def _check_prompts(
 ) -> tuple[int, Tensor | None]:
     """-> the tokens of the prompts, and how many of each one's first are padding."""
     if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"ids must be an int64 or int32 tensor, not {getattr(ids, 'dtype', type(ids).__name__)}")
+        raise TypeError(f"ids must be an int64 or int32 tensor, not {checks.kind_of(ids)}")
     checks.check_dense(ids, "generate", "ids")
     if ids.ndim != 2 or ids.numel() == 0:
         raise ValueError(f"ids must be [batch, tokens], at least one of each, not of shape {tuple(ids.shape)}")
@@ -159,7 +160,7 @@ def _check_prompts(
     if mask is None:
         return tokens, None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
-        raise TypeError(f"the mask must be a boolean tensor, not {getattr(mask, 'dtype', type(mask).__name__)}")
+        raise TypeError(f"the mask must be a boolean tensor, not {checks.kind_of(mask)}")
     if mask.shape != ids.shape or mask.device != ids.device:
         raise ValueError(
             f"the mask, {tuple(mask.shape)} on {mask.device}, must be as the ids, {tuple(ids.shape)} on {ids.device}"
@@ -167,6 +168,15 @@ def _check_prompts(
     if not mask[:, -1].all() or (mask[:, :-1] & ~mask[:, 1:]).any():
         raise ValueError("the mask must be False for each prompt's first tokens only: pad prompts on the left")
     return tokens, (~mask).sum(-1)
+
+
+def _check_generator(generator: torch.Generator | None, device: torch.device, temperature: float) -> None:
+    if generator is None:
+        return
+    if not isinstance(generator, torch.Generator):
+        raise TypeError(f"generator must be a torch.Generator, not {type(generator).__name__}")
+    if temperature and generator.device.type != device.type:
+        raise ValueError(f"the generator is on {generator.device}, the ids on {device}")
 
 
 def _check_sampling(temperature: float, top_p: float, eos_id: int | None, vocab_size: int) -> None:

@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
+from tpfused.checks import check_boolean, check_number, check_tensor
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
 from tpfused.main_grad import gradient_of
@@ -41,12 +42,21 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: `norm_type` is not positive.
+        TypeError: numbers that are none, parameters that are no tensors.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
     """
+    check_number(max_norm, "max_norm")
+    norm_type = float("inf") if norm_type == "inf" else norm_type  # torch's function takes it so, too
+    check_number(norm_type, "norm_type")
     norm_type = float(norm_type)
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, not {norm_type}")
-    parameters = [parameters] if isinstance(parameters, Tensor) else parameters
+    check_boolean(error_if_nonfinite, "error_if_nonfinite")
+    if not isinstance(parameters, Iterable):
+        raise TypeError(f"parameters must be a tensor or several, not {type(parameters).__name__}")
+    parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    for param in parameters:
+        check_tensor(param, "each of the parameters")
     parameters = [param for param in parameters if gradient_of(param) is not None]
     if not parameters:
         return torch.zeros(())

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from tpfused.agreement import attempt, by_rank, raise_together, together
 from tpfused.checkpoint import Entry, check_state, model_entries, save_entry
+from tpfused.checks import check_module
 from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
 from tpfused.placement import local, shard_info, whole_shape
@@ -56,12 +57,13 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
             floating-point one, the same parameter's under two names but different, or begin with other entries on
             another rank (all are listed), or are in two files; a file that is broken; buffers on the meta device that
             cannot be computed; a rank is in another call.
-        TypeError: a `path` that is no str or Path.
+        TypeError: a model that is no nn.Module, a `path` that is no str or Path.
         ImportError: safetensors is not installed.
 
         On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
         read is raised on every rank, too, but parts have been loaded.
     """
+    check_module(model)
     groups = _groups_of(model)
     with ExitStack() as files:
         found = together(partial(_found, model, path, files), groups, _LOAD)

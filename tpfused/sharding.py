@@ -38,8 +38,3 @@ def shard_size(size: int, world: int, rank: int) -> int:
     """How many entries of an axis of `size` entries `rank` of `world` ranks owns (0 for a last, empty rank)."""
     start, stop = shard_range(size, world, rank)
     return stop - start
-
-
-def shard_sizes(size: int, world: int) -> list[int]:
-    """`shard_size` of every rank; sums to `size`."""
-    return [shard_size(size, world, rank) for rank in range(world)]

@@ -123,6 +123,12 @@ def check_refusals(ctx, tp):
                 getattr(mappings, name)([1.0])
         with refuses(AssertedError, 7, 2):
             utils.ensure_divisibility(7, 2)
+        for name in ("copy_to_model_parallel_region", "reduce_from_model_parallel_region"):
+            for odd in (3, None, [1.0]):
+                with refuses(TypeError, name, type(odd).__name__):
+                    getattr(mappings, name)(odd)
+        with refuses(TypeError, "split_tensor_along_last_dim", "list"):
+            utils.split_tensor_along_last_dim([1.0], 1)
         logits = torch.zeros(2, 8 // tp)
         with refuses(ValueError, (2,), (3,)):
             compat.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64))

@@ -342,10 +342,11 @@ def check_refusals(ctx, tp, seed):
         {"output_dtype": torch.float16},
         {"pg_collection": SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2))},
     ):
-        with refuses(ValueError, *option):
+        ((name, value),) = option.items()
+        with refuses(ValueError, name, "gtp_remat of 2 ranks" if name == "pg_collection" else value):
             make(ColumnParallelLinear, block, 8, 16, **option)
     make(ColumnParallelLinear, block, 8, 16, output_dtype=torch.float64, pg_collection=SimpleNamespace())
-    with refuses(ValueError, "gtp_weight_remat_size"):
+    with refuses(ValueError, "gtp_weight_remat_size 2"):
         VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
 
     def new_tensor(weight):
@@ -358,10 +359,10 @@ def check_refusals(ctx, tp, seed):
             make(kind, block, 8, 16, init="normal")
     with refuses(ValueError, "new_tensor returned a new tensor"):
         make(ColumnParallelLinear, block, 8, 16, init=new_tensor, stride=2)
-    for wrong in (None, {"sequence_parallel": True}):
+    for wrong in (None, {"sequence_parallel": True}, 3, [], torch.zeros(1)):
         with refuses(TypeError, "config", type(wrong).__name__):
             ColumnParallelLinear(8, 16, config=wrong, init_method=None)
-    with refuses(ValueError, "is_expert"):
+    with refuses(ValueError, "is_expert True"):
         make(RowParallelLinear, block, 8, 16, is_expert=True)
     with refuses(TypeError, "stride", "'1'"):
         make(ColumnParallelLinear, block, 8, 16, stride="1")
@@ -370,6 +371,14 @@ def check_refusals(ctx, tp, seed):
         headless(block.randn(4, 2, 8))
     with refuses(ValueError, (16 // tp, 8), (3, 8)):
         headless(block.randn(4, 2, 8), weight=block.randn(3, 8))
+    with refuses(TypeError, "ColumnParallelLinear: the weight", "list"):
+        headless(block.randn(4, 2, 8), weight=[1.0])
+    with refuses(TypeError, "VocabParallelEmbedding: the ids", "list"):
+        make(VocabParallelEmbedding, block, 16, 8, reduce_scatter_embeddings=True)([[1]])
+    for name in ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"):
+        for odd in (3, None, [1.0]):
+            with refuses(TypeError, name, type(odd).__name__):
+                getattr(megatron, name)(odd, group=block.group)
     for name in (
         "scatter_to_tensor_model_parallel_region",
         "gather_from_tensor_model_parallel_region",

@@ -38,6 +38,9 @@ def check_loss(ctx, tp, seed):
             f"smoothing {amount}",
         )
     plain = megatron.vocab_parallel_cross_entropy(mine, labels, tp_group=block.group)
+    for odd in ("x", None, mine):
+        with refuses(TypeError, "label_smoothing", repr(odd)):
+            megatron.vocab_parallel_cross_entropy(mine, labels, odd, tp_group=block.group)
     with refuses(AssertedError, 1.0):
         megatron.vocab_parallel_cross_entropy(mine, labels, 1.0, tp_group=block.group)
     for dtype in (torch.int32, torch.int16, torch.int8):

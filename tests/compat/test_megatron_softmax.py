@@ -53,6 +53,7 @@ def test_equals_plain_softmax(device, dtype, fusion, seed):
             (AttnMaskType.no_mask, None, none),
             (AttnMaskType.causal, None, causal),
             (AttnMaskType.causal, padding | causal, padding | causal),
+            (AttnMaskType.causal, padding, padding | causal if fusion else padding),
         ),
     ):
         scores = torch.randn(SHAPE, device=device, dtype=dtype, requires_grad=True)
@@ -77,7 +78,7 @@ def test_the_kernel_interpreted(seed, monkeypatch):
     monkeypatch.setattr(softmax, "runs_kernels", lambda scores, what: True)
     monkeypatch.setattr(softmax, "has_kernels", lambda device: True)
     test_equals_plain_softmax("cpu", torch.float32, True, seed)
-    assert len(calls) == 12
+    assert len(calls) == 14
 
 
 @devices
@@ -139,15 +140,16 @@ def test_queries_that_see_nothing():
 
 @devices
 @pytest.mark.parametrize("fusion", [True, False])
-def test_only_causal_masks_by_itself_and_only_without_a_mask(device, fusion, seed):
+def test_only_causal_masks_by_itself(device, fusion, seed):
+    """Beside a mask, too, under fusion."""
     torch.manual_seed(seed)
     scores, padding = torch.randn(SHAPE, device=device), torch.rand(2, 1, 8, 8, device=device) > 0.6
     padding[..., 0] = False
     for kind in AttnMaskType:
         for mask in (None, padding):
             hidden = padding if mask is not None else torch.zeros_like(padding)
-            if kind is AttnMaskType.causal and mask is None:
-                hidden = later_keys(device)
+            if kind is AttnMaskType.causal and (fusion or mask is None):
+                hidden = hidden | later_keys(device)
             y = make(kind=kind, fusion=fusion)(scores, mask)
             torch.testing.assert_close(y.double(), expected(scores, hidden, 1.0)[0], rtol=1e-5, atol=1e-6)
 
@@ -164,7 +166,9 @@ def test_equals_megatrons_plain_way(fusion, seed, monkeypatch):
     ):
         settings = False, False, kind, fusion, mask_func, True, scale
         scores = torch.randn(SHAPE)
-        wanted = theirs.FusedScaleMaskSoftmax(*settings)(scores, mask, offset)
+        hides_both = fusion and kind is theirs.AttnMaskType.causal and mask is not None
+        their_mask = mask | later_keys("cpu") if hides_both else mask
+        wanted = theirs.FusedScaleMaskSoftmax(*settings)(scores, their_mask, offset)
         torch.testing.assert_close(FusedScaleMaskSoftmax(*settings)(scores, mask, offset), wanted)
 
 
@@ -236,7 +240,23 @@ def test_refusals():
     for shape in ((1, 1, 4, 5), (3, 4), (1, 1, 1, 4, 4)):
         with pytest.raises(ValueError, match=re.escape(f"{shape}, is not broadcastable")):
             make()(torch.randn(2, 2, 4, 4), torch.zeros(shape, dtype=torch.bool))
-    with pytest.raises(TypeError, match="list"):
-        make()(torch.randn(1, 1, 2, 2), [[True]])
+    for fusion in (True, False):
+        layer, scores = make(fusion=fusion), torch.randn(1, 1, 2, 2)
+        with pytest.raises(TypeError, match="the scores must be a tensor, not int"):
+            layer(3, None)
+        with pytest.raises(TypeError, match="the mask must be a tensor, not list"):
+            layer(scores, [[True]])
+        with pytest.raises(TypeError, match="softmax_offset must be a tensor, not float"):
+            layer(scores, None, 1.0)
+    for told, options in (
+        ("attn_mask_type .* not 'causal'", {"kind": "causal"}),
+        ("scale must be a number, not '2'", {"scale": "2"}),
+        ("window_size must be .* not 3", {"window_size": 3}),
+        ("window_size's right must be an integer, not float", {"window_size": (1, 0.5)}),
+    ):
+        with pytest.raises(TypeError, match=told):
+            make(**options)
+    with pytest.raises(TypeError, match="mask_func must be a function .* not 'add'"):
+        FusedScaleMaskSoftmax(False, False, AttnMaskType.padding, False, "add", True, None)
     with pytest.raises(TypeError, match="float32"):
         make()(torch.randn(1, 1, 4, 4), torch.zeros(4, 4))

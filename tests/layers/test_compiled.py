@@ -188,6 +188,17 @@ def test_ranks_drop_their_own(workers, tp, seed, backend):
     workers.run(check_rank_dropout, tp, seed, backend, timeout=240)
 
 
+@pytest.mark.gpu
+def test_a_length_is_not_set_in_a_capture():
+    """Each replay of a compiled model's step would set the length of the capture."""
+    length = torch.zeros(1, dtype=torch.int64, device="cuda")
+    torch.ops.tpfused.set_length(length, 2)
+    graph = torch.cuda.CUDAGraph()
+    with pytest.raises(RuntimeError, match="cannot be captured"), torch.cuda.graph(graph):
+        torch.ops.tpfused.set_length(length, 3)
+    assert length.item() == 2
+
+
 @ranks
 def test_a_cache(workers, tp, seed):
     workers.run(check_cache, tp, seed, timeout=240)

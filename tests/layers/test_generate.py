@@ -2,8 +2,10 @@
 
 from contextlib import nullcontext
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 
@@ -46,6 +48,25 @@ def make(block, config, dtype=torch.float64):
 
 def in_parts(model, cache, ids, sizes):
     return torch.cat([model(part, cache=cache) for part in ids.split(sizes, dim=1)], dim=1)
+
+
+def check_inference_mode(ctx, tp, seed):
+    """What is made under inference mode serves outside, and the other way round, and gives the same."""
+    block = Block(ctx, tp, "group", seed)
+    for name in ("llama", "gpt"):
+        model, _ = make(block, CONFIGS[name])
+        ids, found = draw_ids(block, CONFIGS[name], TOKENS), []
+        for made, called in product((torch.no_grad, torch.inference_mode), repeat=2):
+            with made():
+                cache = KVCache(model, 2, TOKENS, padding=torch.tensor([0, 1], device=block.device))
+                model(ids[:, :4], cache=cache)
+            assert not any(kept.is_inference() for kept in (cache.keys, cache.values, cache.padding))
+            cache.length = 3
+            cache.length += 1
+            with called():
+                found.append(in_parts(model, cache, ids[:, 4:], [1, 3, 1]).clone())
+            assert cache.length == cache._device_length.item() == TOKENS
+        assert all(torch.equal(out, found[0]) for out in found)
 
 
 def dense_greedy(ids, whole, config, new_tokens):
@@ -265,8 +286,21 @@ def check_refusals(ctx, tp, mode):
         KVCache(model, 2, 8, dtype=torch.int64)
     with refuses(ValueError, "padding", "meta"):
         KVCache(model, 2, 8, padding=ids.new_zeros(2, device="meta"))
+    with refuses(TypeError, "padding", "ndarray"):
+        KVCache(model, 2, 8, padding=np.zeros(2, dtype=np.int64))
+    for odd in ("x", 3, ids):
+        with refuses(TypeError, "dtype", repr(odd)):
+            KVCache(model, 2, 8, dtype=odd)
 
     cache = KVCache(model, 2, 8)
+    hidden, part = torch.zeros(1, 2, 8, device=ctx.device), cache.extend(1)[0]
+    for odd in ("x", 3, [part], part, ids):
+        with refuses(TypeError, "cache", "KVCache", type(odd).__name__):
+            model(ids, cache=odd)
+    for odd in ("x", 3, [part], cache, ids):
+        for layer in (model.blocks[0], model.blocks[0].attention):
+            with refuses(TypeError, "cache", "LayerCache", type(odd).__name__):
+                layer(hidden, cache=odd)
     model(ids, cache=cache)
     with refuses(ValueError, 5, 4, 8):
         model(ids[:, :4], cache=cache)
@@ -320,15 +354,26 @@ def check_refusals(ctx, tp, mode):
         (ValueError, ("top_p", 1.5), (ids, 2), {"temperature": 1.0, "top_p": 1.5}),
         (ValueError, ("top_p 0.9", "temperature above 0"), (ids, 2), {"top_p": 0.9}),
         (ValueError, ("eos_id", 13, 13), (ids, 2), {"eos_id": 13}),
+        (TypeError, ("generator", "str"), (ids, 2), {"generator": "x"}),
+        (TypeError, ("generator", "int"), (ids, 2), {"generator": 0, "temperature": 1.0}),
+        (TypeError, ("ids", "ndarray"), (np.zeros((2, 5), dtype=np.int64), 2), {}),
+        (TypeError, ("mask", "ndarray"), (ids, 2), {"mask": np.ones((2, 5), dtype=bool)}),
     ):
         with refuses(error, *told):
             model.generate(*args, **options)
+    if ctx.device.type != "cpu":
+        with refuses(ValueError, "generator", "cpu", ctx.device):
+            model.generate(ids, 2, temperature=1.0, generator=torch.Generator())
 
 
 @modes
 @configs
 def test_logits_equal_those_of_all_tokens_at_once(workers, tp, mode, seed, name):
     workers.run(check_logits, tp, mode, seed, name)
+
+
+def test_a_cache_of_inference_mode_serves_outside(workers, tp, seed):
+    workers.run(check_inference_mode, tp, seed)
 
 
 def test_float32_obeys_the_tolerance(workers, tp, seed):

@@ -12,7 +12,7 @@ from tests.compare import Block, assert_close, refuses
 from tests.overlap.test_agreement import debugging
 from tpfused import vocab_parallel_argmax, vocab_parallel_cross_entropy
 from tpfused.layers import vocabulary as module
-from tpfused.sharding import shard_sizes
+from tpfused.sharding import shard_size
 
 several_ranks = pytest.mark.parametrize("tp", [2, 4], indirect=True)
 
@@ -29,7 +29,8 @@ def check_forgotten_size(ctx, tp, seed):
     for vocab_size in (50257, 41 * tp - 1, 1):
         logits, target, shard = draw(block, vocab_size)
         for _ in range(2):  # a width that is refused is not remembered
-            with refuses(ValueError, "vocab_size=", vocab_size, *set(shard_sizes(vocab_size, tp))):
+            widths = {shard_size(vocab_size, tp, rank) for rank in range(tp)}
+            with refuses(ValueError, "vocab_size=", vocab_size, *widths):
                 vocab_parallel_cross_entropy(shard, target, group=block.group)
         loss = vocab_parallel_cross_entropy(shard, target, vocab_size=vocab_size, group=block.group)
         assert_close(loss, F.cross_entropy(logits, target))
@@ -134,7 +135,7 @@ def check_known_sizes(ctx, tp):
     target = torch.zeros(6, dtype=torch.int64, device=block.device)
 
     def loss(vocab_size, check):
-        width = shard_sizes(vocab_size, tp)[block.rank]
+        width = shard_size(vocab_size, tp, block.rank)
         return vocab_parallel_cross_entropy(
             block.randn(6, width), target, vocab_size=vocab_size, check=check, group=block.group
         )

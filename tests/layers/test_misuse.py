@@ -4,6 +4,7 @@ import copy
 import pickle
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.utils.parametrize
@@ -28,6 +29,8 @@ from tpfused import (
 from tpfused.collectives import all_gather, all_reduce
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.norm import Norm
+
+NO_TENSORS = None, "x", 3, [[1]], np.ones((2, 3), dtype=np.int64)
 
 
 def check_second_derivative(ctx, tp):
@@ -112,6 +115,34 @@ def check_masks_are_refused_first(ctx, tp):
         model.loss(ids, ids.float())
     with refuses(ValueError, (2, 3), (2, 2)):
         model.loss(ids, ids[:, :2])
+    for odd in NO_TENSORS:
+        told = type(odd).__name__
+        with refuses(TypeError, "ParallelTransformer: ids", told):
+            model(odd)
+        with refuses(TypeError, "ParallelTransformer: ids", told):
+            model.loss(odd, ids)
+        with refuses(TypeError, "labels", told):
+            model.loss(ids, odd)
+        with refuses(TypeError, "the input", told):
+            layer(odd)
+        if odd is not None:
+            for call in (model, partial(model.loss, ids)):
+                with refuses(TypeError, "ParallelTransformer: the mask", told):
+                    call(ids, odd)
+    with refuses(ValueError, "ParallelTransformer", (2, 4)):
+        model(ids, torch.ones(2, 4, dtype=torch.bool, device=block.device))
+    for name, error in (
+        ("vocab_size", TypeError),
+        ("ignore_index", TypeError),
+        ("label_smoothing", TypeError),
+        ("z_loss", TypeError),
+        ("overwrite_logits", TypeError),
+        ("reduction", ValueError),
+        ("check", ValueError),
+        ("backend", ValueError),
+    ):
+        with refuses(error, name, "x"):
+            model.loss(ids, ids, **{name: "x"})
 
 
 def test_masks_and_labels_are_refused_before_any_collective(workers, tp):

@@ -97,6 +97,9 @@ def check_kinds_of_calls(ctx, tp):
                 ((x, weight.to_sparse()), "weight"),
                 ((x, weight, bias.to_sparse()), "bias"),
                 ((x.to(torch.float8_e4m3fn), weight.to(torch.float8_e4m3fn)), "16 bits"),
+                (("x", weight), "the input must be a tensor, not str"),
+                ((x, None), "NoneType"),
+                ((x, weight, 1.0), "the bias must be a tensor, not float"),
             ):
                 with refuses(TypeError, operation.__name__, told):
                     operation(*operands, group=group)

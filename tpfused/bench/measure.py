@@ -210,11 +210,13 @@ def _synchronising_raises() -> Iterator[None]:
 @contextmanager
 def _no_collection() -> Iterator[None]:
     """Inside, the garbage collector frees no earlier graph, which would break a capture off."""
+    was_on = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if was_on:
+            gc.enable()
 
 
 def _mend_generator() -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tpfused.checks import check_tensor
+
 
 def size_of(x: Tensor, dim: int, function: str) -> int:
     """Of `x` along `dim`.
@@ -13,8 +15,7 @@ def size_of(x: Tensor, dim: int, function: str) -> int:
         TypeError: `x` is not a tensor.
         ValueError: it has no dimensions.
     """
-    if not isinstance(x, Tensor):
-        raise TypeError(f"{function}: the input must be a tensor, not {type(x).__name__}")
+    check_tensor(x, f"{function}: the input")
     if not x.ndim:
         raise ValueError(f"{function}: the input has no dimensions, and {dim} is to be one")
     return x.shape[dim]

@@ -50,7 +50,8 @@ class ParallelAttention(nn.Module):
     Raises:
         ValueError: head counts that do not divide, a mask that does not broadcast, a cache of other sizes or where
             there can be none, and as `ColumnParallelLinear`.
-        TypeError: a mask that is neither boolean nor floating; and as `ColumnParallelLinear`.
+        TypeError: a mask that is neither boolean nor floating, another cache than a `LayerCache`; and as
+            `ColumnParallelLinear`.
     """
 
     def __init__(
@@ -142,9 +143,9 @@ class ParallelAttention(nn.Module):
         `return_probabilities`: -> the output, and what each of this rank's heads weights the values by, after dropout:
         ``[batch, own heads, tokens, tokens]``; without a cache or `then`.
         """
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            got = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"ParallelAttention: expected a three-dimensional tensor, got {got}")
+        checks.check_tensor(x, "ParallelAttention: the input")
+        if x.ndim != 3:
+            raise ValueError(f"ParallelAttention: expected a three-dimensional tensor, got {tuple(x.shape)}")
         added = joined(x, self.hidden_size, residual, then, "ParallelAttention")
         if mask is not None:
             mask = self._own_mask(mask, x, total_len)
@@ -205,6 +206,11 @@ class ParallelAttention(nn.Module):
         return split(qkv, queries, self.head_dim, self.rope_theta, positions, tokens_first=self.sequence_dim == 0)
 
     def _check_cache(self, cache: LayerCache, x: Tensor, mask: Tensor | None) -> None:
+        if not isinstance(cache, LayerCache):
+            raise TypeError(
+                f"ParallelAttention: a layer's cache must be a LayerCache, one of KVCache.extend(tokens), not "
+                f"{type(cache).__name__}: a KVCache is for the whole ParallelTransformer"
+            )
         if not self.causal or self.sequence_parallel or mask is not None:
             raise ValueError(
                 f"ParallelAttention: a cache needs causal=True, sequence_parallel=False and mask=None, not "
@@ -217,28 +223,31 @@ class ParallelAttention(nn.Module):
 
     def _own_mask(self, mask: Tensor, x: Tensor, total_len: int | None) -> Tensor:
         """As `scaled_dot_product_attention` wants it: four-dimensional, this rank's heads of a mask that has heads."""
-        if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
-            raise TypeError(
-                f"ParallelAttention: the mask must be a boolean or floating-point tensor, "
-                f"not {getattr(mask, 'dtype', type(mask).__name__)}"
-            )
-        checks.check_dense(mask, "ParallelAttention", "the mask")
-        if mask.device != x.device:
-            raise ValueError(f"ParallelAttention: the mask is on {mask.device}, the input on {x.device}")
         batch, tokens = x.shape[1 - self.sequence_dim], x.shape[self.sequence_dim]
         if self.sequence_parallel:
             tokens = checks.total_tokens(x, self.sequence_dim, total_len, self.group, "ParallelAttention")
-        whole = (batch, self.num_heads, tokens, tokens)
-        if mask.dtype == torch.bool and mask.shape == (batch, tokens):
+        check_mask(mask, batch, self.num_heads, tokens, x.device, "ParallelAttention")
+        if mask.ndim == 2:
             mask = mask[:, None, None, :]
-        if mask.ndim != 4 or any(m not in (1, w) for m, w in zip(mask.shape, whole, strict=True)):
-            raise ValueError(
-                f"ParallelAttention: a mask of {mask.dtype} and shape {tuple(mask.shape)} is neither boolean and "
-                f"{(batch, tokens)}, per key, nor four-dimensional and broadcastable to {whole}"
-            )
         if mask.requires_grad:
             mask = copy_to_group(mask, self.group)  # each rank's heads give a part of a learned bias's gradient
         return own_slice(mask, 1, self.group) if mask.shape[1] > 1 else mask
+
+
+def check_mask(mask: Tensor, batch: int, heads: int, tokens: int, device: torch.device, layer: str) -> None:
+    """Refuse what is no mask of so many tokens, as `ParallelAttention` takes it."""
+    if not isinstance(mask, Tensor) or not (mask.dtype == torch.bool or mask.is_floating_point()):
+        raise TypeError(f"{layer}: the mask must be a boolean or floating-point tensor, not {checks.kind_of(mask)}")
+    checks.check_dense(mask, layer, "the mask")
+    if mask.device != device:
+        raise ValueError(f"{layer}: the mask is on {mask.device}, the input on {device}")
+    whole = (batch, heads, tokens, tokens)
+    fits = mask.ndim == 4 and all(m in (1, w) for m, w in zip(mask.shape, whole, strict=True))
+    if not fits and (mask.dtype != torch.bool or mask.shape != (batch, tokens)):
+        raise ValueError(
+            f"{layer}: a mask of {mask.dtype} and shape {tuple(mask.shape)} is neither boolean and {(batch, tokens)}, "
+            f"per key, nor four-dimensional and broadcastable to {whole}"
+        )
 
 
 def check_heads(

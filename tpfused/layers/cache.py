@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from tpfused.checks import kind_of
 from tpfused.explanation import PLAIN, tell
 from tpfused.kernels.decode import MOST_HEAD_DIM, MOST_HEADS, decode_attention
 from tpfused.layers.backend import runs_kernels
@@ -126,7 +127,8 @@ class KVCache:
 
     Raises:
         ValueError: a model that is not causal, sizes that do not fit, a length outside ``[0, max_tokens]``.
-        TypeError: something else than a `ParallelTransformer`; sizes, padding or a length that are not integers.
+        TypeError: something else than a `ParallelTransformer`; sizes, padding or a length that are not integers; a
+            dtype that is not floating-point.
     """
 
     def __init__(
@@ -149,20 +151,22 @@ class KVCache:
         weight, attention = model.embedding.local("weight"), model.blocks[0].attention
         if padding is not None:
             _check_padding(padding, batch, max_tokens, weight.device)
-        if dtype is not None and not dtype.is_floating_point:
-            raise TypeError(f"a cache's dtype must be floating-point, not {dtype}")
+        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+            raise TypeError(f"a cache's dtype must be a floating-point torch.dtype, not {dtype!r}")
         self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
-        self.padding = None if padding is None else padding.long().contiguous()
         shape = config.num_layers, batch, attention.own_kv_heads, max_tokens, attention.head_dim
-        # Not uninitialised: what is masked still counts zero times its value, and zero times NaN is NaN.
-        self.keys, self.values = (
-            torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device) for _ in range(2)
-        )
+        # A cache lives on after the block that it was made in, and a tensor of inference mode can't be changed outside.
+        with torch.inference_mode(False):
+            self.padding = None if padding is None else padding.clone(memory_format=torch.contiguous_format).long()
+            # Not uninitialised: what is masked still counts zero times its value, and zero times NaN is NaN.
+            self.keys, self.values = (
+                torch.zeros(shape, dtype=dtype or weight.dtype, device=weight.device) for _ in range(2)
+            )
+            self._device_length = torch.zeros(1, dtype=torch.int64, device=weight.device)
         self.fixed = False
         self._length = 0
-        self._device_length = torch.zeros(1, dtype=torch.int64, device=weight.device)
 
     @property
     def length(self) -> int:
@@ -174,11 +178,11 @@ class KVCache:
             raise TypeError(f"a cache's length must be an integer, not {tokens!r}")
         if not 0 <= tokens <= self.max_tokens:
             raise ValueError(f"a cache of max_tokens {self.max_tokens} cannot hold {tokens} tokens")
-        self._length = tokens
         if torch.compiler.is_compiling():
             _set_length(self._device_length, tokens)
         else:
             self._device_length.fill_(tokens)
+        self._length = tokens  # last: what the device is refused is not counted
 
     def extend(self, tokens: int) -> list[LayerCache]:
         """What each layer needs to add `tokens` tokens. The length stays: `added` raises it when all layers have.
@@ -261,9 +265,7 @@ def _check_model(model: nn.Module) -> None:
 
 def _check_padding(padding: Tensor, batch: int, max_tokens: int, device: torch.device) -> None:
     if not isinstance(padding, Tensor) or padding.dtype not in (torch.int32, torch.int64):
-        raise TypeError(
-            f"padding must be an int64 or int32 tensor, not {getattr(padding, 'dtype', type(padding).__name__)}"
-        )
+        raise TypeError(f"padding must be an int64 or int32 tensor, not {kind_of(padding)}")
     if padding.shape != (batch,):
         raise ValueError(f"padding must have shape ({batch},), not {tuple(padding.shape)}")
     if padding.device != device:

@@ -95,7 +95,7 @@ class VocabParallelEmbedding(ParallelModule):
     def forward(self, ids: Tensor) -> Tensor:
         weight, main_grad = self.weight_and_main_grad()
         if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"token ids must be an int64 or int32 tensor, not {getattr(ids, 'dtype', type(ids))}")
+            raise TypeError(f"token ids must be an int64 or int32 tensor, not {checks.kind_of(ids)}")
         checks.check_dense(ids, "VocabParallelEmbedding", "the token ids")
         if ids.device != weight.device:
             raise ValueError(f"token ids are on {ids.device}, the embedding on {weight.device}")

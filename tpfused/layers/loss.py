@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -136,23 +138,12 @@ class _VocabParallelCrossEntropy(torch.autograd.Function):
         return dlogits, None, None, None, *(None for _ in ctx.numbers)
 
 
-def _check_arguments(
-    logits: Tensor,
-    target: Tensor,
-    ignore_index: int,
-    label_smoothing: float,
-    z_loss: float,
-    reduction: str,
-    check: str,
-    backend: str | None,
-    overwrite_logits: bool,
-) -> None:
-    """All but the size of the vocabulary, of logits that `checks.check_logits` has let through."""
-    if not isinstance(target, Tensor):
-        raise TypeError(f"labels must be a tensor, not {type(target).__name__}")
-    checks.check_dense(target, "vocab_parallel_cross_entropy", "the labels")
-    if target.dtype != torch.int64:
-        raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
+OPTIONS = {name: value for name, value in vocab_parallel_cross_entropy.__kwdefaults__.items() if name != "group"}
+
+
+def _check_arguments(logits: Tensor, target: Tensor, *options: Any) -> None:
+    """Of logits that `checks.check_logits` has let through."""
+    check_target(target)
     if logits.device != target.device:
         raise ValueError(f"the logits are on {logits.device}, the labels on {target.device}")
     if logits.shape[:-1] != target.shape:
@@ -160,6 +151,32 @@ def _check_arguments(
             f"logits of shape {tuple(logits.shape)} need labels of shape {tuple(logits.shape[:-1])}, "
             f"not {tuple(target.shape)}"
         )
+    check_options(*options)
+    *_, overwrite_logits = options
+    if overwrite_logits and logits.is_leaf and logits.requires_grad:
+        raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")
+
+
+def check_target(target: Tensor) -> None:
+    checks.check_tensor(target, "labels")
+    checks.check_dense(target, "vocab_parallel_cross_entropy", "the labels")
+    if target.dtype != torch.int64:
+        raise TypeError(f"labels must be int64 class indices, not {target.dtype}")
+
+
+def check_options(
+    ignore_index: int,
+    label_smoothing: float,
+    z_loss: float,
+    reduction: str,
+    check: str,
+    backend: str | None,
+    overwrite_logits: bool,
+    vocab_size: int | None = None,
+) -> None:
+    """What can be refused before there are logits. Whether `vocab_size` fits those, the ranks find out together."""
+    if vocab_size is not None:
+        checks.check_size(vocab_size, "vocab_size")
     checks.check_integer(ignore_index, "ignore_index")
     checks.check_number(label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
@@ -172,5 +189,3 @@ def _check_arguments(
     check_mode(check)
     checks.check_backend(backend)
     checks.check_boolean(overwrite_logits, "overwrite_logits")
-    if overwrite_logits and logits.is_leaf and logits.requires_grad:
-        raise ValueError("overwrite_logits=True would replace the values of a leaf that requires a gradient")

@@ -14,11 +14,11 @@ from torch.utils.checkpoint import checkpoint
 from tpfused import checks, generation
 from tpfused.collectives import own_slice
 from tpfused.group import TPGroup, resolve_group
-from tpfused.layers.attention import ParallelAttention, check_heads
+from tpfused.layers.attention import ParallelAttention, check_heads, check_mask
 from tpfused.layers.cache import KVCache, LayerCache, with_attributes
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear, column_forward
-from tpfused.layers.loss import vocab_parallel_cross_entropy
+from tpfused.layers.loss import OPTIONS, check_options, check_target, vocab_parallel_cross_entropy
 from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP, check_gates
 from tpfused.layers.norm import KINDS, Norm, check_eps
 from tpfused.overlap.tiers import recomputed_alike
@@ -234,7 +234,7 @@ class ParallelTransformer(nn.Module):
         ValueError: sizes that cannot be split over the ranks, more tokens than `max_positions`, ids outside the
         vocabulary; a cache that is full, or made for another config, number of ranks or batch, or used with
         gradients or a mask.
-        TypeError: a config that is no `TransformerConfig`.
+        TypeError: a config that is no `TransformerConfig`, a cache that is no `KVCache`, ids that are no tensor.
     """
 
     generate = generation.generate
@@ -265,9 +265,9 @@ class ParallelTransformer(nn.Module):
         self, ids: Tensor, mask: Tensor | None = None, *, cache: KVCache | None = None, last_only: bool = False
     ) -> Tensor:
         config = self.config
-        if not isinstance(ids, Tensor) or ids.ndim != 2:
-            got = f"shape {tuple(ids.shape)}" if isinstance(ids, Tensor) else type(ids).__name__
-            raise ValueError(f"ParallelTransformer: expected ids [batch, tokens], got {got}")
+        checks.check_tensor(ids, "ParallelTransformer: ids")
+        if ids.ndim != 2:
+            raise ValueError(f"ParallelTransformer: expected ids [batch, tokens], got shape {tuple(ids.shape)}")
         checks.check_boolean(last_only, "last_only")
         tokens = ids.shape[1]
         if tokens > config.max_positions:
@@ -275,9 +275,13 @@ class ParallelTransformer(nn.Module):
         if cache is None:
             if last_only:
                 raise ValueError("last_only is for calls with a cache")
+            if mask is not None:  # by each layer too, but here before the embedding's collective
+                check_mask(mask, ids.shape[0], config.num_heads, tokens, ids.device, "ParallelTransformer")
             return self._forward(ids, mask, [None] * config.num_layers)
         if mask is not None:
             raise ValueError("give the cache the prompts' padding, KVCache(..., padding=), instead of a mask")
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"ParallelTransformer: cache must be a KVCache, not {type(cache).__name__}")
         cache.check(self, ids)
         whole_tokens = with_attributes(self, sequence_parallel=False) if self.sequence_parallel else nullcontext()
         with whole_tokens:
@@ -335,12 +339,12 @@ class ParallelTransformer(nn.Module):
 
     def loss(self, ids: Tensor, labels: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         """`vocab_parallel_cross_entropy` of the logits; `labels` is int64 ``[batch, tokens]``, `options` go through."""
-        if labels.dtype != torch.int64 or labels.shape != ids.shape:
-            error = TypeError if labels.dtype != torch.int64 else ValueError
-            raise error(
-                f"labels must be int64 of the ids' shape {tuple(ids.shape)}, not {labels.dtype} {tuple(labels.shape)}"
-            )
+        checks.check_tensor(ids, "ParallelTransformer: ids")
+        check_target(labels)
+        if labels.shape != ids.shape:
+            raise ValueError(f"labels must have the ids' shape {tuple(ids.shape)}, not {tuple(labels.shape)}")
         options = {"vocab_size": self.config.vocab_size, "backend": self.config.backend} | options
+        check_options(**(OPTIONS | options))
         return vocab_parallel_cross_entropy(self(ids, mask), labels, group=self.group, **options)
 
     def _logits(self, x: Tensor, total_len: int | None) -> Tensor:

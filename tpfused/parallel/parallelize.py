@@ -12,6 +12,7 @@ from torch import nn
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from tpfused.agreement import by_rank
+from tpfused.checks import check_module
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.parallel import convert, own, region
@@ -186,8 +187,7 @@ def _check_model(model: nn.Module) -> None:
     """Refuse what is parallel already, and modules that use parameters elsewhere than in the forward of their owner."""
     from torch.distributed.tensor import DTensor
 
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"the model must be an nn.Module, not {model!r}")
+    check_module(model)
     for name, module in model.named_modules():
         if isinstance(module, ParallelModule):
             raise ValueError(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tpfused import sharding
 from tpfused.compat import asserted
+from tpfused.compat.sizes import size_of
 
 
 def ensure_divisibility(numerator: int, denominator: int) -> None:
@@ -31,7 +32,8 @@ def split_tensor_along_last_dim(
     Raises:
         ValueError: `num_partitions` does not divide n.
     """
-    parts = tensor.split(divide(tensor.shape[-1], num_partitions), dim=-1)
+    last = size_of(tensor, -1, "split_tensor_along_last_dim")
+    parts = tensor.split(divide(last, num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts
 
 

@@ -4,12 +4,14 @@ these say of themselves, checkpoints, and gradients that go to `main_grad`.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.checks import check_tensor
 from tpfused.compat.asserted import divide
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.group import TPGroup
@@ -32,13 +34,15 @@ class Layer(ParallelModule):
         """To be called first -> the arguments that say how parameters are made."""
         stride = check_size(stride, "stride")
         check_init_method(init_method)
-        if config is None or isinstance(config, dict | str):
+        if isinstance(config, type(None) | str | int | float | dict | list | tuple | Tensor):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
+        remat_size = getattr(config, "gtp_weight_remat_size", 1)
         remat_group = getattr(pg_collection, "gtp_remat", None)
+        remat_ranks = 1 if remat_group is None else remat_group.size()
         refuse(
             type(self).__name__,
-            gtp_weight_remat_size=getattr(config, "gtp_weight_remat_size", 1) > 1,
-            pg_collection=remat_group is not None and remat_group.size() > 1,
+            gtp_weight_remat_size=remat_size if remat_size > 1 else None,
+            pg_collection=f"gtp_remat of {remat_ranks} ranks" if remat_ranks > 1 else None,
         )
         self.config = config
         self.stride = stride
@@ -103,6 +107,8 @@ class LinearLayer(Layer):
 
     def weight_and_main_grad(self, given: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """As `ParallelModule.weight_and_main_grad`, for a `given` weight in place of the layer's too."""
+        if given is not None:
+            check_tensor(given, f"{type(self).__name__}: the weight")
         weight = self.local("weight") if given is None else given
         main_grad = getattr(weight, "main_grad", None) if self.gradient_accumulation_fusion else None
         if main_grad is None or not weight.requires_grad:
@@ -141,7 +147,10 @@ def per_rank(size: int, what: str, stride: int, group: TPGroup) -> int:
     return size // group.size
 
 
-def refuse(layer: str, **given: bool) -> None:
+def refuse(layer: str, **given: object) -> None:
+    """`given`: arguments that are not None where they are not supported."""
     for name, value in given.items():
-        if value:
-            raise ValueError(f"{layer}: {name} is not supported, and would change results if it were ignored")
+        if value is not None:
+            raise ValueError(
+                f"{layer}: {name} {reprlib.repr(value)} is not supported, and would change results if it were ignored"
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.checks import check_number
 from tpfused.compat.asserted import AssertedError
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.compat.megatron.megatrons_own import names_of
@@ -37,6 +38,7 @@ def vocab_parallel_cross_entropy(
     Raises:
         ValueError, TypeError: as `tpfused.vocab_parallel_cross_entropy`.
     """
+    check_number(label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing < 1.0:
         raise AssertedError(f"label_smoothing must be in [0, 1), not {label_smoothing}")
     group, target = find_group(tp_group), as_labels(target)

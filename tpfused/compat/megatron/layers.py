@@ -30,6 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.checks import check_tensor
 from tpfused.collectives import gather_from_group
 from tpfused.compat.megatron.base import Init, Layer, LinearLayer, per_rank, refuse
 from tpfused.compat.megatron.mappings import check_divides
@@ -95,10 +96,10 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
         place = self._setup(config, init_method, tp_group, stride, pg_collection)
         refuse(
             "ColumnParallelLinear",
-            is_expert=is_expert,
-            embedding_activation_buffer=embedding_activation_buffer is not None,
-            grad_output_buffer=grad_output_buffer is not None,
-            output_dtype=output_dtype not in (None, place["dtype"] or torch.get_default_dtype()),
+            is_expert=is_expert or None,
+            embedding_activation_buffer=embedding_activation_buffer,
+            grad_output_buffer=grad_output_buffer,
+            output_dtype=None if output_dtype == (place["dtype"] or torch.get_default_dtype()) else output_dtype,
         )
         self.disable_grad_reduce = disable_grad_reduce
         self.output_dtype = output_dtype
@@ -197,7 +198,7 @@ class RowParallelLinear(LinearLayer, linear.RowParallelLinear):
         pg_collection=None,
     ):
         place = self._setup(config, init_method, tp_group, stride, pg_collection)
-        refuse("RowParallelLinear", is_expert=is_expert)
+        refuse("RowParallelLinear", is_expert=is_expert or None)
         self.input_size_per_partition = per_rank(input_size, "input_size", stride, place["group"])
         super().__init__(
             input_size,
@@ -263,9 +264,9 @@ class VocabParallelEmbedding(Layer, embedding.VocabParallelEmbedding):
 
     def forward(self, input_: Tensor) -> Tensor:
         if self.reduce_scatter_embeddings:
-            if not isinstance(input_, Tensor) or input_.ndim != 2:
-                got = tuple(input_.shape) if isinstance(input_, Tensor) else type(input_).__name__
-                raise ValueError(f"VocabParallelEmbedding: the ids must be [batch, tokens], not {got}")
+            check_tensor(input_, "VocabParallelEmbedding: the ids")
+            if input_.ndim != 2:
+                raise ValueError(f"VocabParallelEmbedding: the ids must be [batch, tokens], not {tuple(input_.shape)}")
             input_ = input_.transpose(0, 1)
             check_divides(input_, 0, self.group, "VocabParallelEmbedding")
         return super().forward(input_)

@@ -2,7 +2,7 @@
 
 Each takes a tensor (of integers too, which have no gradient) and the tensor-parallel ProcessGroup (`group`, found as
 the package says if None), and raises `ValueError` where the dimension that it splits does not divide by the ranks, or
-is not there.
+is not there, and `TypeError` for what is no tensor.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.checks import check_tensor
 from tpfused.collectives import (
     all_gather_tokens,
     copy_to_group,
@@ -40,11 +41,13 @@ def check_divides(x: Tensor, dim: int, group: TPGroup, what: str) -> None:
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The same; the gradient is all-reduced."""
+    check_tensor(input_, "copy_to_tensor_model_parallel_region: the input")
     return copy_to_group(input_, find_group(group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum over the ranks; the gradient is the same."""
+    check_tensor(input_, "reduce_from_tensor_model_parallel_region: the input")
     return reduce_from_group(input_, find_group(group))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import reference
+from tpfused.checks import check_integer, check_number, check_tensor
 from tpfused.compat.asserted import AssertedError
 from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.kernels.softmax import scale_mask_softmax
@@ -31,8 +32,8 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     Args:
         input_in_fp16, input_in_bf16: the scores are, and the result shall be, of this dtype.
-        attn_mask_type: Megatron's `AttnMaskType` or this module's. Only `causal`, and only without a mask, hides later
-            keys from each query: with a mask, and under all other types, what is hidden is what the mask says.
+        attn_mask_type: Megatron's `AttnMaskType` or this module's. Only `causal` hides later keys from each query: what
+            is hidden under all other types, and under `causal` with a mask and no fusion, is what the mask says.
         scaled_masked_softmax_fusion: one kernel on a GPU, plain PyTorch elsewhere, and a query that sees no key gets
             zeros. False: `mask_func` in plain PyTorch.
         mask_func: ``mask_func(scores, mask)`` returns masked scores; called without fusion only.
@@ -47,16 +48,17 @@ class FusedScaleMaskSoftmax(nn.Module):
     `forward` calls `forward_fused_softmax` where `is_kernel_available` says so and there is no `softmax_offset`, else
     `forward_torch_softmax`; a program's subclass may override all three.
 
-    Differs from Megatron, whose plain PyTorch gives the same numbers: a kernel is there for all sizes and dtypes, and
-    follows windows, and masks under `causal`, which Megatron's kernels ignore (such a mask must hide the later keys,
-    too). `mask_func` is not called under fusion, on a CPU neither, so that the results there are a GPU's.
+    Differs from Megatron: a kernel is there for all sizes and dtypes, and follows windows. Under fusion and `causal`
+    both the mask and later keys are hidden, where Megatron's kernel hides the later keys alone and its plain PyTorch
+    the mask alone. `mask_func` is not called under fusion, on a CPU neither, so that the results there are a GPU's.
 
     Raises:
         ValueError: both input dtypes, a scale without `softmax_in_fp32`, scores that are not four-dimensional,
             `causal` without a mask for other than square scores (these are an `AssertionError`, too), a
             `softmax_offset` of another number of entries; under fusion, a mask that is not broadcastable to the scores,
             and without it, one without a `mask_func`.
-        TypeError: under fusion, a mask that is neither boolean nor uint8.
+        TypeError: scores, a mask or a `softmax_offset` that is no tensor; under fusion, a mask that is neither boolean
+            nor uint8; an argument of the constructor of another kind.
     """
 
     def __init__(
@@ -73,6 +75,14 @@ class FusedScaleMaskSoftmax(nn.Module):
         super().__init__()
         if input_in_fp16 and input_in_bf16:
             raise AssertedError("input_in_fp16 and input_in_bf16 exclude each other")
+        if attn_mask_type is not None and not isinstance(attn_mask_type, Enum):
+            raise TypeError(f"attn_mask_type must be an AttnMaskType or None, not {attn_mask_type!r}")
+        if mask_func is not None and not callable(mask_func):
+            raise TypeError(f"mask_func must be a function of scores and a mask, or None, not {mask_func!r}")
+        if scale is not None:
+            check_number(scale, "scale")
+        if window_size is not None:
+            _check_window(window_size)
         if scale is not None and not softmax_in_fp32:
             raise AssertedError(f"scale {scale} wants softmax_in_fp32=True")
         self.input_in_fp16 = input_in_fp16
@@ -86,6 +96,10 @@ class FusedScaleMaskSoftmax(nn.Module):
         self.window_size = window_size
 
     def forward(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
+        check_tensor(input, "the scores")
+        for given, what in ((mask, "the mask"), (softmax_offset, "softmax_offset")):
+            if given is not None:
+                check_tensor(given, what)
         if input.ndim != 4:
             raise AssertedError(f"the scores must be [batch, heads, queries, keys], not of shape {tuple(input.shape)}")
         if softmax_offset is not None and softmax_offset.numel() != input.shape[1]:
@@ -116,18 +130,22 @@ class FusedScaleMaskSoftmax(nn.Module):
     def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
         """By plain PyTorch."""
         mask, causal = self._mask_and_causal(input, mask)
+        if causal:
+            mask = _later_keys(input) if mask is None else _later_keys(input) | _as_boolean(mask, input)
         plain = self._as_the_kernel if self.scaled_masked_softmax_fusion else self._by_mask_func
-        return self._as_asked(plain(input, _later_keys(input) if causal else mask, softmax_offset))
+        return self._as_asked(plain(input, mask, softmax_offset))
 
     def _mask_and_causal(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor | None, bool]:
-        """The mask that counts, or whether later keys are hidden in its place."""
+        """The mask that counts, and whether later keys are hidden, too."""
         if self.window_size is not None:
             return _outside_window(scores, *self.window_size), False
         queries, keys = scores.shape[-2:]
         # By name, for Megatron's own enumeration is another class.
-        causal = getattr(self.attn_mask_type, "name", None) == "causal" and mask is None and queries > 1
-        if causal and queries != keys:
+        causal = getattr(self.attn_mask_type, "name", None) == "causal" and queries > 1
+        if causal and queries != keys and mask is None:
             raise AssertedError(f"a causal mask needs as many queries as keys, not {queries} and {keys}")
+        # A mask of padding alone is causal to Megatron's kernels, and is not to its plain PyTorch.
+        causal = causal and queries == keys and (mask is None or self.scaled_masked_softmax_fusion)
         return mask, causal
 
     def _as_asked(self, probabilities: Tensor) -> Tensor:
@@ -156,10 +174,16 @@ class FusedScaleMaskSoftmax(nn.Module):
         return _softmax(self.mask_func(scores, mask), offset)
 
 
+def _check_window(window_size: tuple[int, int]) -> None:
+    if not isinstance(window_size, tuple | list) or len(window_size) != 2:
+        raise TypeError(f"window_size must be (left, right) or None, not {window_size!r}")
+    for side, size in zip(("left", "right"), window_size, strict=True):
+        check_integer(size, f"window_size's {side}")
+
+
 def _as_boolean(mask: Tensor, scores: Tensor) -> Tensor:
-    if not isinstance(mask, Tensor) or mask.dtype not in (torch.bool, torch.uint8):
-        got = getattr(mask, "dtype", type(mask).__name__)
-        raise TypeError(f"the mask must be boolean, True is masked out, not {got}")
+    if mask.dtype not in (torch.bool, torch.uint8):
+        raise TypeError(f"the mask must be boolean, True is masked out, not {mask.dtype}")
     if mask.ndim > 4 or any(m not in (1, s) for m, s in zip(mask.shape[::-1], scores.shape[::-1], strict=False)):
         raise ValueError(f"the mask, {tuple(mask.shape)}, is not broadcastable to the scores, {tuple(scores.shape)}")
     return mask.bool()
