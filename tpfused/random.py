@@ -3,7 +3,8 @@
 Dropout on an activation that is whole on every rank must drop the same entries everywhere, or the replicas drift apart.
 So all ranks of a tensor-parallel group keep their default generators in one state: seed them alike. Dropout on a
 sharded activation (attention probabilities of this rank's heads, this rank's tokens under sequence parallelism) must
-draw independently on each rank; `rank_rng` is the region for that, and `rank_dropout` the dropout.
+draw independently on each rank; `rank_rng` is the region for that, and `rank_dropout` the dropout,
+which needs no region on GPUs.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tpfused.group import TPGroup, resolve_group
+from tpfused.kernels.dropout import dropout
+from tpfused.layers.backend import runs_kernels
 
 
 @contextmanager
@@ -30,25 +33,48 @@ def rank_rng(group: dist.ProcessGroup | TPGroup | None, device: torch.device | s
 
     `group` is the tensor-parallel group, as a layer takes it. In a group of one nothing changes. torch.compile breaks
     its graph at a region.
+
+    Raises:
+        RuntimeError: a CUDA graph is being captured, in a group of more than one.
     """
-    group = resolve_group(group)
+    group, device = resolve_group(group), torch.device(device)
     if group.size == 1:
         yield
         return
-    with _fork(group.rank, torch.device(device)):
+    if _is_capturing(device):
+        raise RuntimeError(
+            f"rank_rng: a CUDA graph is being captured, during which torch lets nobody set a generator's state, as a "
+            f"rank that draws its own numbers must (this is rank {group.rank} of {group.size}). Capture the model in "
+            f"eval mode or without the dropout in the region, which parallelize makes between a column- and a "
+            f"row-parallel layer; the dropout of tpfused's own layers can be captured, but not on the plain path"
+        )
+    with _fork(group.rank, device):
         yield
 
 
-def is_traced(group: TPGroup) -> bool:
-    """Whether `rank_rng` cannot be entered, because torch.compile is at work: a graph holds no region, for Inductor
-    draws the seeds of all its random numbers at once, wherever those are used.
+def has_region(group: TPGroup, device: torch.device) -> bool:
+    """Whether `rank_rng` can be entered: in a group of several not under torch.compile, for Inductor draws the seeds of
+    all its random numbers at once, wherever those are used, nor while a CUDA graph is captured.
     """
-    return group.size > 1 and torch.compiler.is_compiling()
+    return group.size == 1 or not (torch.compiler.is_compiling() or _is_capturing(device))
 
 
-def rank_dropout(x: Tensor, p: float, group: TPGroup) -> Tensor:
-    """``F.dropout(x, p)`` in `rank_rng`'s region; in compiled code an operator of its own, which draws the same."""
-    if is_traced(group):
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+def rank_dropout(x: Tensor, p: float, group: TPGroup, backend: str | None = None) -> Tensor:
+    """Dropout of this rank's own entries, ``0 <= p < 1``; the default generator moves on by one draw, as on all ranks.
+
+    On GPUs a kernel, the same in eager calls, compiled code and CUDA graphs, so that what is to be captured has run
+    before. The plain path, which `backend` of a layer can ask for, is ``F.dropout`` in `rank_rng`'s region; in compiled
+    code an operator that draws the same.
+    """
+    if group.size == 1:
+        return F.dropout(x, p)
+    if runs_kernels(x, backend, "dropout of a rank's own"):
+        return dropout(x, p, group.rank)
+    if torch.compiler.is_compiling():
         return x * _kept(x.detach(), p, group.rank) * (1 / (1 - p))
     with rank_rng(group, x.device):
         return F.dropout(x, p)

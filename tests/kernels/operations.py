@@ -3,6 +3,7 @@
 import torch
 
 from tpfused.kernels.cross_entropy import backward, loss, statistics
+from tpfused.kernels.dropout import dropout
 from tpfused.kernels.embedding import embedding
 from tpfused.kernels.gated_act import gated_act
 from tpfused.kernels.linear_act import linear_act
@@ -25,7 +26,8 @@ def operations(device="cuda", dtype=torch.bfloat16):
     mask = torch.rand(2, 1, 33, 130, device=device) > 0.3
     return {
         "softmax": (lambda x: scale_mask_softmax(x, mask, 0.5, True), [random(2, 3, 33, 130)]),
-        "dropout": (lambda x: scale_mask_softmax(x, mask, 0.5, dropout_p=0.3), [random(2, 3, 33, 130)]),
+        "softmax, dropout": (lambda x: scale_mask_softmax(x, mask, 0.5, dropout_p=0.3), [random(2, 3, 33, 130)]),
+        "dropout": (lambda x: dropout(x, 0.3, 1), [random(33, 130)]),
         "gated_act": (gated_act, [random(5, 66)]),
         "rotary": (lambda x: torch.cat(rotary_qkv(x, 2, 16, 1e4), dim=1), [random(2, 33, 3 * 4 * 16)]),
         "embedding": (lambda w: embedding(ids, w, 5, 60), [random(20, 72)]),

@@ -14,7 +14,7 @@ def test_compiles_into_one_graph(device, name):
     torch._dynamo.reset()
     compiled = torch.compile(function, fullgraph=True, backend="inductor" if device.type == "cuda" else "aot_eager")
     for actual, expected in zip(results(compiled, inputs), results(function, inputs), strict=True):
-        if name == "dropout":  # compiled code draws its seed otherwise
+        if "dropout" in name:  # compiled code draws its seed otherwise
             assert actual.shape == expected.shape and actual.isfinite().all()
         else:
             torch.testing.assert_close(actual, expected)

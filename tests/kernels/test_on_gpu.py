@@ -1,10 +1,14 @@
 """What only a GPU can show: captured programs, several devices, large tensors, the same bits each time."""
 
+import gc
+
 import pytest
 import torch
 
 from tests.kernels.operations import NAMES, cross_entropy, operations, results
+from tpfused.kernels import dropout as dropout_module
 from tpfused.kernels.decode import decode_attention
+from tpfused.kernels.dropout import dropout
 from tpfused.kernels.gated_act import gated_act
 from tpfused.kernels.softmax import scale_mask_softmax
 
@@ -54,12 +58,25 @@ def test_a_captured_graph_follows_its_inputs(name):
                 x.copy_(torch.randn_like(x))
         graph.replay()
         again = out.clone()
-        if name == "dropout":
+        if "dropout" in name:
             graph.replay()
             assert not torch.equal(again, out)  # each replay draws anew, as torch's own dropout does
         else:
             assert torch.equal(again, function(*static))
             assert all(map(torch.equal, captured, step()))
+
+
+def test_a_kernel_may_be_loaded_during_a_capture(monkeypatch):
+    """Another than the calls before have run, as attention's with dropout is."""
+    monkeypatch.setattr(dropout_module, "BLOCK", 256)  # no other test's kernel
+    x = torch.ones(1000, device="cuda")
+    seed = dropout_module.draw_seed(x.device)
+    gc.collect()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = dropout_module._forward(x, seed, 0.5)
+    graph.replay()
+    assert torch.equal(y, dropout_module._forward(x, seed, 0.5)) and 0.3 < (y != 0).float().mean() < 0.7
 
 
 def test_large_tensors():
@@ -71,6 +88,9 @@ def test_large_tensors():
     x = torch.empty(1, 1, rows, 2**15, device="cuda", dtype=torch.float16).normal_()
     y = scale_mask_softmax(x)
     torch.testing.assert_close(y[..., -3:, :], x[..., -3:, :].softmax(-1), rtol=1e-3, atol=1e-5)
+    y = dropout(x, 0.5)
+    assert 0.49 < (y[..., -3:, :] != 0).float().mean() < 0.51
+    torch.testing.assert_close(y[..., -3:, :], 2 * x[..., -3:, :] * (y[..., -3:, :] != 0))
     logits = x.view(rows, 2**15)
     target = torch.randint(2**15, (rows,), device="cuda")
     losses, grad = cross_entropy(logits, target)
@@ -94,5 +114,5 @@ def test_runs_on_the_device_of_its_tensors(name):
     assert torch.cuda.current_device() == 0
     for actual, expected in zip(results(elsewhere, there), results(function, inputs), strict=True):
         assert actual.device.index == 1
-        if name not in ("dropout", "softmax", "embedding", "cross_entropy"):  # whose masks and ids differ
+        if name not in ("softmax, dropout", "softmax", "embedding", "cross_entropy"):  # whose masks and ids differ
             assert torch.equal(actual.cpu(), expected.cpu())

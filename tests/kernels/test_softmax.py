@@ -91,6 +91,17 @@ def test_dropout_keeps_the_expected_share_and_repeats_with_the_generator(device)
     assert torch.autograd.gradcheck(run, scores[:1, :1, :2, :9].clone().requires_grad_())
 
 
+def test_ranks_drop_their_own_and_stay_in_step(device):
+    scores = torch.randn(2, 2, 16, 64, device=device)
+    masks, after = [], []
+    for rank in (0, 1, 3, 1):
+        torch.manual_seed(7)
+        masks.append((scale_mask_softmax(scores, dropout_p=0.5, rank=rank) != 0).double().flatten())
+        after.append(torch.rand(4, device=device))
+    assert all(torch.equal(x, after[0]) for x in after) and torch.equal(masks[1], masks.pop())
+    assert (torch.corrcoef(torch.stack(masks)) - torch.eye(3, device=device)).abs().max() < 5 / 64
+
+
 def test_operator(device):
     scores = torch.randn(1, 2, 4, 9, device=device, requires_grad=True)
     torch.library.opcheck(torch.ops.tpfused.scale_mask_softmax.default, (scores, None, None, 1.0, 1, 0.0))

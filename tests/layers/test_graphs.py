@@ -4,12 +4,17 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import nn
 
 from tests.compare import Block
 from tests.layers.paths import assert_near, gradients
 from tests.layers.test_transformer import GPT, LLAMA
 from tests.overlap.cases import make_graphed, poisoned
-from tpfused import ParallelMLP, ParallelTransformer, ParallelTransformerBlock
+from tpfused import ParallelMLP, ParallelTransformer, ParallelTransformerBlock, random
+from tpfused.collectives import all_gather
+from tpfused.group import resolve_group
+from tpfused.layers.transformer import hidden_dropout
 from tpfused.overlap import communicator
 from tpfused.overlap.tiers import tier
 
@@ -70,28 +75,111 @@ def check_mlp(ctx, tp, name, dtype, seed):
         check(block, name, lambda options=options: ParallelMLP(256, 1024, "gelu_tanh", **options), draw, tolerance)
 
 
+class WholeBlock(nn.Module):
+    """Takes one tensor, as what is captured must."""
+
+    def __init__(self, config, **place):
+        super().__init__()
+        self.block = ParallelTransformerBlock(config, **place)
+        self.total_len = TOKENS if config.sequence_parallel else None
+
+    def forward(self, x):
+        return self.block(x, total_len=self.total_len)
+
+
+class DroppingMLP(nn.Module):
+    """A feed-forward layer with the dropout that a block has after it."""
+
+    def __init__(self, config, **place):
+        super().__init__()
+        self.mlp = ParallelMLP(256, 1024, "gelu_tanh", sequence_parallel=config.sequence_parallel, **place)
+        self.config, self.group = config, resolve_group(place["group"])
+
+    def forward(self, x):
+        return hidden_dropout(self.mlp(x), self.config, self.group, self.training)
+
+
 def check_block(ctx, tp, name, seed):
     block = Block(ctx, tp, "group", seed)
     for config in CONFIGS:
-        total_len = TOKENS if config.sequence_parallel else None
 
-        class Whole(torch.nn.Module):
-            """Takes one tensor, as what is captured must."""
-
-            def __init__(self, config=config, total_len=total_len):
-                super().__init__()
-                self.block = ParallelTransformerBlock(config, device=ctx.device, **block.place)
-                self.total_len = total_len
-
-            def forward(self, x):
-                return self.block(x, total_len=self.total_len)
+        def build(config=config):
+            return WholeBlock(config, device=ctx.device, **block.place)
 
         def draw(config=config):
             rows = TOKENS // tp if config.sequence_parallel else TOKENS
             shape = (rows, BATCH) if config.sequence_dim == 0 else (BATCH, rows)
             return torch.randn(*shape, 256, device=ctx.device).requires_grad_()
 
-        check(block, name, Whole, draw, 1e-4)
+        check(block, name, build, draw, 1e-4)
+
+
+def check_dropout(ctx, tp, name, kind, sequence_parallel, seed):
+    """Each replay draws anew: from one state what an eager call draws that goes a capture's way, gradients too."""
+    communicator.set_timeout(20)
+    block = Block(ctx, tp, "group", seed)
+    group = resolve_group(block.group)
+    config = replace(CONFIGS[sequence_parallel], dropout=0.1, attention_dropout=0.1)
+    made = []
+    for _ in range(2):
+        torch.manual_seed(block.seed)
+        made.append(kind(config, device=ctx.device, **block.place))
+    module, eager = made
+    torch.manual_seed(block.seed + 1)
+    rows = TOKENS // tp if sequence_parallel else TOKENS
+    given, grad = torch.randn(2, rows, BATCH, 256, device=ctx.device).unbind()
+
+    def run(function, layer, draws_from):
+        """`draws_from`: a seed; None: the state that is there."""
+        layer.zero_grad()
+        x = given.clone().requires_grad_()
+        if draws_from is not None:
+            torch.manual_seed(draws_from)
+        out = function(x)
+        out.backward(grad)
+        return {"out": out.detach().clone(), "x": x.grad, **gradients(layer)}
+
+    def of_ranks(x):
+        return all_gather(x.unsqueeze(0), 0, tp, group)
+
+    with poisoned(), tier(name):
+        graphed = make_graphed(module, (given.clone().requires_grad_(),))
+        outs = [run(graphed, module, None)["out"] for _ in range(REPLAYS)]
+        assert all(not torch.equal(one, other) for one, other in zip(outs, outs[1:], strict=False))
+        states = [None] * tp
+        torch.distributed.all_gather_object(states, random.state_of(ctx.device), group=block.group)
+        assert len(set(states)) == 1
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(random, "_is_capturing", lambda device: True)
+            for step in range(REPLAYS):
+                found = [run(function, layer, step) for function, layer in ((graphed, module), (eager, eager))]
+                assert_near(*found, f"{kind.__name__} with dropout by {name}, replay {step}", 1e-4)
+    if kind is DroppingMLP:
+        dropped = of_ranks((found[0]["out"] == 0).float())
+        assert 0.05 < dropped.mean() < 0.15
+        assert torch.equal(dropped[0], dropped[1]) != sequence_parallel
+    elif not sequence_parallel:  # what each rank has whole stays alike, with the ranks' own heads' dropout within
+        assert len(of_ranks(found[0]["out"]).unique(dim=0)) == 1
+
+
+def check_own_masks(ctx, tp, seed):
+    """Of the ranks' own dropout alone: its gradient is its mask, another at each replay and on each rank."""
+    group = resolve_group(ctx.group(tp))
+    torch.manual_seed(seed)
+
+    def drop(x):
+        return random.rank_dropout(F.dropout(x, 0.1), 0.1, group)
+
+    graphed, seen = make_graphed(drop, (torch.ones(TOKENS, 256, device=ctx.device, requires_grad=True),)), []
+    for _ in range(REPLAYS):
+        x = torch.ones(TOKENS, 256, device=ctx.device, requires_grad=True)
+        out = graphed(x)
+        (dx,) = torch.autograd.grad(out.sum(), x)
+        assert torch.equal(dx, out.detach())
+        seen.append((out.detach() != 0).float())
+    every = all_gather(torch.stack(seen).unsqueeze(0), 0, tp, group).flatten(0, 1).flatten(1)
+    assert len(every.unique(dim=0)) == tp * REPLAYS
+    assert 0.79 < every.mean() < 0.83
 
 
 def check_model(ctx, tp, name, seed):
@@ -123,6 +211,21 @@ def test_mlp(workers, tp, name, dtype, seed):
 @tiers
 def test_blocks(workers, tp, name, seed):
     workers.run(check_block, tp, name, seed, timeout=120)
+
+
+@on_gpus
+@two_ranks
+@tiers
+@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["plain", "tokens"])
+@pytest.mark.parametrize("kind", [WholeBlock, DroppingMLP])
+def test_dropout(workers, tp, name, kind, sequence_parallel, seed):
+    workers.run(check_dropout, tp, name, kind, sequence_parallel, seed, timeout=120)
+
+
+@on_gpus
+@two_ranks
+def test_each_rank_drops_its_own(workers, tp, seed):
+    workers.run(check_own_masks, tp, seed, timeout=120)
 
 
 @on_gpus

@@ -24,6 +24,7 @@ from tests.parallelize.own_models import (
     dense_model,
     on_four,
 )
+from tpfused import random
 from tpfused.group import TPGroup
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear
@@ -172,7 +173,12 @@ def check_dropout(ctx, tp, seed):
     x = torch.randn(16, 8, device=ctx.device)
     out = [model(x) for _ in range(2)]
     result = model[0].part.detach().cpu(), [o.detach().cpu() for o in out], torch.rand(3, device=ctx.device).cpu()
-    model[0].inside = None  # fails with the region open
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(random, "_is_capturing", lambda device: True)
+        with pytest.raises(RuntimeError, match=f"CUDA graph .* of {tp}.* eval mode .* parallelize"):
+            model(x)
+        model.eval()(x)
+    model.train()[0].inside = None  # fails with the region open
     with pytest.raises(TypeError):
         model(x)
     return result, torch.rand(3, device=ctx.device).cpu()

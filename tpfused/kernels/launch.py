@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import ctypes
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from functools import lru_cache
 
 import torch
@@ -91,7 +92,8 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
     key = tuple(key)
     compiled = _compiled.get(key)
     if compiled is None:
-        _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
+        with _loading() if torch.cuda.is_current_stream_capturing() else _HERE:
+            _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
     else:
         compiled[(*grid, 1, 1)[:3]](*args, *values, stream=torch._C._cuda_getCurrentRawStream(device))
 
@@ -99,6 +101,20 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
 # By what Triton compiles for: dtype and 16-byte alignment of a pointer, dtype and block of a descriptor, whether an
 # integer is 1 or a multiple of 16, and how wide it is.
 _compiled: dict[tuple, object] = {}
+
+
+@contextmanager
+def _loading() -> Iterator[None]:
+    """Within it, this thread may load kernels while a stream of it is captured: CUDA forbids that unless the thread
+    says that it is not to be captured. Attention with dropout is one way in a graph and another in the calls before.
+    """
+    exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    exchange(ctypes.byref(mode))  # leaves the former mode in its place
+    try:
+        yield
+    finally:
+        exchange(ctypes.byref(mode))
 
 
 @lru_cache

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from tpfused.kernels.dropout import draw_seed, kept
 from tpfused.kernels.elementary import LOG2E, exp2
 from tpfused.kernels.launch import (
     block_of,
@@ -88,22 +89,6 @@ def _load_scores(
 
 
 @triton.jit
-def _kept(seed_ptr, row, start, dropout_p, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Which of the scores from column `start` survive dropout: four random numbers for each Philox counter.
-
-    The counter is the row and a quarter of the column: forward and backward draw the same, however they are launched.
-    """
-    seed = tl.load(seed_ptr)
-    column = start // 4 + tl.arange(0, BLOCK // 4)[None, :] + tl.zeros((ROWS, 1), tl.int32)
-    low = (row & 0xFFFFFFFF).to(tl.uint32) + tl.zeros((ROWS, BLOCK // 4), tl.uint32)
-    high = (row >> 32).to(tl.uint32) + tl.zeros((ROWS, BLOCK // 4), tl.uint32)
-    a, b, c, d = tl.philox(seed, column.to(tl.uint32), low, high, tl.zeros((ROWS, BLOCK // 4), tl.uint32))
-    random = tl.join(tl.join(a, b), tl.join(c, d)).reshape(ROWS, BLOCK)
-    # 24 bits are what a float32 in [0, 1) holds.
-    return (random >> 8).to(tl.int32).to(tl.float32) * (1.0 / 16777216.0) >= dropout_p
-
-
-@triton.jit
 def _whole_row(scores):
     top = tl.max(scores, axis=1)[:, None]
     top = tl.where(top == -float("inf"), 0.0, top)  # nothing to attend to: every exponential is zero, and no NaN
@@ -171,8 +156,8 @@ def _forward_kernel(
         else:
             y = exp2((scores - top) * LOG2E) * inverse
         if DROPOUT:
-            kept = _kept(seed_ptr, out_index, start, dropout_p, ROWS, BLOCK)
-            y = tl.where(kept, y * growth, 0.0)
+            survives = kept(seed_ptr, out_index, start, dropout_p, ROWS, BLOCK)
+            y = tl.where(survives, y * growth, 0.0)
         tl.store(y_ptr + out_row + cols, y.to(y_ptr.dtype.element_ty), mask=valid[:, None] & (cols < keys))
     if not WHOLE:
         _zero(y_ptr + out_row, valid, end, keys, BLOCK)
@@ -187,8 +172,8 @@ def _load_grad(
     cols = start + tl.arange(0, BLOCK)[None, :]
     dy = tl.where(cols < limit, tl.load(dy_row + cols, mask=cols < loaded, other=0.0).to(COMPUTE), 0.0)
     if DROPOUT:
-        kept = _kept(seed_ptr, out_index, start, dropout_p, ROWS, BLOCK)
-        dy = tl.where(kept, dy * growth, 0.0)
+        survives = kept(seed_ptr, out_index, start, dropout_p, ROWS, BLOCK)
+        dy = tl.where(survives, dy * growth, 0.0)
     return dy
 
 
@@ -251,6 +236,7 @@ def scale_mask_softmax(
     scale: float = 1.0,
     causal: bool | str = False,
     dropout_p: float = 0.0,
+    rank: int = 0,
 ) -> Tensor:
     """``dropout(softmax(scale * scores + mask))`` over the last dimension, differentiable in `scores`.
 
@@ -260,6 +246,7 @@ def scale_mask_softmax(
         scale: applied before the mask.
         causal: False; True or "top_left": query i sees keys 0..i; "bottom_right": the last query sees all keys.
         dropout_p: in [0, 1). The mask of kept entries is drawn from torch's generator of the device.
+        rank: whose mask: with generators in one state, each rank drops entries of its own, and all stay in step.
 
     A query that may attend to nothing gets zeros, and gives a zero gradient.
 
@@ -268,7 +255,7 @@ def scale_mask_softmax(
         TypeError: wrong dtypes.
     """
     _check(scores, mask, causal, dropout_p)
-    seed = torch.randint(2**31, (1,), device=scores.device) if dropout_p else None
+    seed = draw_seed(scores.device, rank) if dropout_p else None
     return _softmax(scores, mask, seed, float(scale), CAUSAL[causal], float(dropout_p))
 
 

@@ -19,7 +19,7 @@ from tpfused.layers.sdpa import attention_with_probabilities, scaled_dot_product
 from tpfused.main_grad import into_main_grad
 from tpfused.packing import QKVPacking
 from tpfused.parameter import LinearParameters, check_size
-from tpfused.random import is_traced, rank_rng
+from tpfused.random import has_region, rank_rng
 from tpfused.sharding import divide
 
 
@@ -157,7 +157,7 @@ class ParallelAttention(nn.Module):
         dropout, backend = self.dropout * self.training, self.backend
         if cache is not None:
             out = cache.attend(q, k, v, backend)
-        elif return_probabilities or dropout and is_traced(self.group):
+        elif return_probabilities or dropout and not has_region(self.group, x.device):
             out, probabilities = attention_with_probabilities(q, k, v, mask, self.causal, dropout, backend, self.group)
         else:
             with rank_rng(self.group, x.device) if dropout else nullcontext():

@@ -19,7 +19,7 @@ from tpfused.explanation import MOST_TOLD, tell
 from tpfused.group import TPGroup
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import runs_kernels
-from tpfused.random import is_traced, rank_dropout, rank_rng
+from tpfused.random import rank_dropout
 
 ORDER = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
 LEAST_TOKENS = 512  # not measured: below, the host's time should decide
@@ -82,8 +82,8 @@ def attention_with_probabilities(
     backend: str | None,
     group: TPGroup,
 ) -> tuple[Tensor, Tensor]:
-    """As `scaled_dot_product_attention` in `rank_rng`'s region, and what the values are weighted by, ``[batch, heads,
-    tokens, keys]``: the probabilities, after dropout. The scores are kept for backward."""
+    """As `scaled_dot_product_attention` with dropout of this rank's own, and what the values are weighted by, ``[batch,
+    heads, tokens, keys]``: the probabilities, after dropout. The scores are kept for backward."""
     queries = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
@@ -91,13 +91,11 @@ def attention_with_probabilities(
         mask = mask.to(q.dtype)
     learned = mask is not None and mask.requires_grad  # the kernel has no gradient for it
     on_kernels = runs_kernels(q, backend, "softmax of attention") and not learned
-    softmax = scale_mask_softmax if on_kernels else reference.scale_mask_softmax
-    if on_kernels and dropout and not is_traced(group):
-        with rank_rng(group, q.device):
-            probabilities = softmax(scores, mask, scale, causal, dropout)
+    if on_kernels:
+        probabilities = scale_mask_softmax(scores, mask, scale, causal, dropout, group.rank)
     else:
-        probabilities = softmax(scores, mask, scale, causal)
-        probabilities = rank_dropout(probabilities, dropout, group) if dropout else probabilities
+        probabilities = reference.scale_mask_softmax(scores, mask, scale, causal)
+        probabilities = rank_dropout(probabilities, dropout, group, backend) if dropout else probabilities
     return probabilities @ v, probabilities
 
 

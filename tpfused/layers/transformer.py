@@ -380,7 +380,9 @@ def hidden_dropout(x: Tensor, config: TransformerConfig, group: TPGroup, trainin
     """Dropout on activations between sharded regions: common to the ranks, unless each holds its own tokens."""
     if not (training and config.dropout):
         return x
-    return rank_dropout(x, config.dropout, group) if config.sequence_parallel else F.dropout(x, config.dropout)
+    if config.sequence_parallel:
+        return rank_dropout(x, config.dropout, group, config.backend)
+    return F.dropout(x, config.dropout)
 
 
 def _init_method(config: TransformerConfig):

@@ -69,8 +69,9 @@ def _dropouts(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 def _enter(group: TPGroup, layer: nn.Module, args: tuple, output) -> None:
     if layer.training and group.process_group not in _open:
-        _open[group.process_group] = rank_rng(group, output.device)
-        _open[group.process_group].__enter__()
+        region = rank_rng(group, output.device)
+        region.__enter__()  # refused while a CUDA graph is captured
+        _open[group.process_group] = region
 
 
 def _leave_before(group: TPGroup, module: nn.Module, args: tuple) -> None:
