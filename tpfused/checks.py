@@ -4,6 +4,7 @@ numbers.
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -57,7 +58,7 @@ def check_rope_theta(theta: float) -> None:
 def check_tensor(x: Tensor, what: str) -> None:
     """Refuse what is no tensor: a number, a list, an array of numpy's, nothing."""
     if not isinstance(x, Tensor):
-        raise TypeError(f"{what} must be a tensor, not {type(x).__name__}")
+        raise TypeError(f"{what} must be a tensor, not {type(x).__name__} {reprlib.repr(x)}")
 
 
 def kind_of(x: object) -> str:

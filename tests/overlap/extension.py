@@ -160,6 +160,9 @@ class Communicator:
     def connect_nccl(self, operation: str) -> None:
         pass
 
+    def check_alive(self) -> None:
+        pass
+
     def set_deterministic(self, wanted: bool) -> None:
         pass
 

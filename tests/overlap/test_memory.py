@@ -19,20 +19,25 @@ MIB = 2**20
 
 
 def check_told(ctx):
-    """What each group keeps, and nothing of groups that are gone."""
+    """What each group keeps, also of groups that are gone, whose memory other ranks may have open."""
     group, other = resolve_group(ctx.group(ctx.world)), dist.new_group(range(ctx.world))
-    device, made = torch.device("cuda", 99), SimpleNamespace(size=4, peer_bytes=20 * 2**20)
+    device = torch.device("cuda", 99)
+    made = SimpleNamespace(size=4, peer_bytes=20 * 2**20, device=device)
     known = {(group.process_group, device): made, (other, device): made, (group.process_group, ctx.device): None}
     workspaces = {(0, 1): SimpleNamespace(device=device, numel=lambda: 5 * 2**20)}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "_communicators", known)
+        patch.setattr(communicator, "_left", [])
         patch.setattr(calls, "_workspaces", workspaces | {(0, 2): workspaces[0, 1]})
         row = GroupMemory("cuda:99", 4, 20 * 2**20, 10 * 2**20)
         assert explain().memory == (row, row)
-        dist.destroy_process_group(other)
+        communicator._left.append(known.pop((other, device)))
+        assert explain().memory == (row, row)
+        communicator._left.clear()
         assert explain().memory == (row,)
         text = str(Explanation([Choice("op", 1, 1, 1, "float16", 4, "p2p", "forced")], explain().memory))
         assert text.splitlines()[-1] == "4 ranks on cuda:99: 20.0 MiB that peers write, 10.0 MiB of workspaces"
+    dist.destroy_process_group(other)
 
 
 def test_memory_is_told(workers):
