@@ -19,7 +19,7 @@ T = TypeVar("T")
 # arguments than a text.
 _KINDS = (FileNotFoundError, OSError, ImportError, NotImplementedError, TypeError, ValueError)
 
-LEFT = b"left"
+_LEFT = b"left"
 
 
 class _Sent(NamedTuple):
@@ -118,9 +118,9 @@ def meet(group: dist.ProcessGroup, what: str, seconds: float) -> None:
     while missing := _not_here(store, came, seen, rank, token):
         if time.monotonic() > deadline:
             # Those that waited as long and have just left are missing because of others.
-            never = [each for each in missing if not (store.check([came[each]]) and store.get(came[each]) == LEFT)]
+            never = [each for each in missing if not (store.check([came[each]]) and store.get(came[each]) == _LEFT)]
             for key in (came[rank], seen[rank]):
-                store.set(key, LEFT)  # no other is to take this one for waiting
+                store.set(key, _LEFT)  # no other is to take this one for waiting
             names = ", ".join(f"rank {each}" for each in never or missing)
             raise RuntimeError(f"{what} on rank {rank} of {size}: not called after {seconds:g} s by {names}")
         time.sleep(pause)

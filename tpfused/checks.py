@@ -154,13 +154,13 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: st
         raise TypeError(f"{operation}: the bias is {bias.dtype}, the weight {weight.dtype}")
 
 
-def check_sequence_dim(sequence_dim: int) -> None:
-    check_integer(sequence_dim, "sequence_dim")
+def check_sequence_dim(sequence_dim: int) -> int:
+    return check_integer(sequence_dim, "sequence_dim")
 
 
 def token_dim(x: Tensor, sequence_dim: int, layer: str, *, has_features: bool = True) -> int:
     """`sequence_dim` as an index from the front; it must not be the feature dimension (of an input that has one)."""
-    sequence_dim = check_integer(sequence_dim, "sequence_dim")
+    sequence_dim = check_sequence_dim(sequence_dim)
     dim = sequence_dim + x.ndim if sequence_dim < 0 else sequence_dim
     if not 0 <= dim < x.ndim - has_features:
         raise ValueError(

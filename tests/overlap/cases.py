@@ -191,3 +191,5 @@ def assert_given_up(told: str, wait: Callable[[], object], operate: Callable[[],
         for _ in range(20):  # the watchdog may need a moment to say so
             time.sleep(0.1)
             operate()
+    with tier("reference"), pytest.raises(RuntimeError, match=told):  # whichever way it goes
+        operate()

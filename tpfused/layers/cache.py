@@ -15,7 +15,7 @@ from tpfused.explanation import PLAIN, tell
 from tpfused.kernels.decode import MOST_HEAD_DIM, MOST_HEADS, decode_attention
 from tpfused.layers.backend import runs_kernels
 from tpfused.layers.sdpa import scaled_dot_product_attention
-from tpfused.parameter import check_size
+from tpfused.parameter import check_integer, check_size
 
 if TYPE_CHECKING:
     from tpfused.layers.transformer import ParallelTransformer
@@ -174,8 +174,7 @@ class KVCache:
 
     @length.setter
     def length(self, tokens: int) -> None:
-        if not isinstance(tokens, int) or isinstance(tokens, bool):
-            raise TypeError(f"a cache's length must be an integer, not {tokens!r}")
+        tokens = check_integer(tokens, "a cache's length")
         if not 0 <= tokens <= self.max_tokens:
             raise ValueError(f"a cache of max_tokens {self.max_tokens} cannot hold {tokens} tokens")
         if torch.compiler.is_compiling():

@@ -53,14 +53,6 @@ class _Place:
     name: str = ""  # cards, hosts and versions, for which a measurement is kept
     why_none: str = ""
 
-    def check_alive(self) -> None:
-        """
-        Raises:
-            RuntimeError: an operation of the group was given up: what this rank has computed since is wrong.
-        """
-        if self.communicator is not None:
-            self.communicator.check_alive()
-
 
 _UNKNOWN = object()
 _known: dict[tuple, Chosen] = {}
@@ -98,8 +90,8 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
         chosen = _look_closer(key, operation, group, x, shape, attempt)
     if chosen is None and group.size > 1:  # else the operation itself looks
         place = _places.get((group.process_group, x.device))
-        if place is not None:
-            place.check_alive()
+        if place is not None and place.communicator is not None:
+            place.communicator.check_alive()
     return chosen
 
 
@@ -209,7 +201,7 @@ def _agreed(
     is_first = group.rank == 0
     meet_for(call, group.process_group)
     kept = saved.load().get(place.name, {}).get(case) if is_first else None
-    together(place.check_alive, [group.process_group], CHOOSING)
+    together(place.communicator.check_alive, [group.process_group], CHOOSING)
     calls, (us, *_) = zip(*exchange((call, kept), group.process_group, CHOOSING), strict=True)
     if len(set(calls)) > 1:
         raise ValueError(f"the ranks call an operation with different sizes: {', '.join(calls)}")
@@ -218,7 +210,8 @@ def _agreed(
     candidates = {tier: partial(attempt, (place.communicator, tier)) for tier in place.tiers}
     candidates["reference"] = partial(attempt, None)
     us, failures = measure(candidates, device, group.process_group)
-    together(place.check_alive, [group.process_group], CHOOSING)  # a tier that was given up is no slower one
+    # What was given up is no slower tier.
+    together(place.communicator.check_alive, [group.process_group], CHOOSING)
     if is_first and not failures:  # a failure may have been for want of memory, which another process has
         saved.save(place.name, case, us)
     return fastest(us), "; ".join(["measured", *(f"{tier} failed on {what}" for tier, what in failures.items())]), us

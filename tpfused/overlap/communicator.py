@@ -38,13 +38,16 @@ class Communicator:
 
     Attributes:
         tiers: the ways that rows can travel here, the fastest first: "p2p" where peers reach each other's memory.
+        members: the ranks' processes, by their hosts and numbers.
     """
 
     def __init__(self, module, handle: int, group: TPGroup, device: torch.device):
         self.module, self.handle = module, handle
         self.rank, self.size = group.rank, group.size
         self.process_group = group.process_group
-        self.members: frozenset = frozenset()  # the processes, by their host and number
+        boot, _ = attempt(Path("/proc/sys/kernel/random/boot_id").read_text)
+        place = boot, platform.node(), os.getpid()
+        self.members = frozenset(exchange(place, self.process_group, MAKING))
         self.device = device
         self._slot_bytes = 0
         self._deterministic = self._has_nccl = False
@@ -129,8 +132,6 @@ class Communicator:
             warnings.warn(f"tpfused: the rows of {self.size} ranks travel by NCCL, for {reason}", stacklevel=2)
 
     def _on_one_host(self) -> bool:
-        boot, _ = attempt(Path("/proc/sys/kernel/random/boot_id").read_text)
-        self.members = frozenset(exchange((boot, platform.node(), os.getpid()), self.process_group, MAKING))
         boots = {boot for boot, *_ in self.members}
         return boots != {None} and len(boots) == 1
 
