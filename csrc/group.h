@@ -45,8 +45,8 @@ struct Rows {
 // it first waits until the owner has "emptied" it of use u - 1, and counts the owner's "arrived" up after its data.
 class PeerMemory {
  public:
-  static constexpr int slots = 3;                      // operations that may be under way at a time
-  static constexpr size_t most_small_bytes = 8 << 20;  // of each of the two areas for small sums
+  static constexpr int slots = 3;                       // operations that may be under way at a time
+  static constexpr size_t most_small_bytes = 16 << 20;  // of each of the two areas for small sums
   static constexpr int small_blocks = 64;  // of the kernel that adds them; the other multiprocessors are left to NCCL
   static constexpr size_t tiny_bytes = 128 << 10;       // for each rank's words in each of the two areas for tiny sums
   static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`

@@ -17,7 +17,7 @@ bool is_small(const Group& group, Tier tier, const Rows& rows, int64_t row_bytes
 // features, which copy engines bring slowly to their columns, 74 and 89.
 constexpr int64_t most_gathered = 1 << 20;
 constexpr int64_t most_scattered = 3 << 20;
-constexpr int64_t most_features_gathered = PeerMemory::most_small_bytes;
+constexpr int64_t most_features_gathered = 8 << 20;
 
 // all [total rows] = every rank's rows, of which this one's are x. Contiguous, aligned to 16 bytes.
 void small_gather(Group& group, const Rows& rows, int64_t row_bytes, const void* x, void* all, cudaStream_t stream);

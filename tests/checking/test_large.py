@@ -43,7 +43,7 @@ def test_its_rows_are_too_many_for_one_kernel(ranks):
     assert 2 * peers * own * k > constant("small_rows.h", "most_gathered")
     assert 2 * peers * own * n > constant("small_rows.h", "most_scattered")
     most_small = constant("group.h", "most_small_bytes")
-    assert 2 * peers * tokens * (n // ranks) > most_small
+    assert 2 * peers * tokens * (n // ranks) > constant("small_rows.h", "most_features_gathered")
     assert 2 * 2 * peers * own * n > most_small  # a share's parts and its sums
     if ranks == 2:
         assert own >= constant("matmul_reduce_scatter.cpp", "least_split")
