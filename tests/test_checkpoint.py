@@ -116,6 +116,12 @@ def test_any_module_is_saved_as_its_state_dict_in_memory_of_its_own():
     assert saved["0.weight"].any()
 
 
+@pytest.mark.parametrize("state, error", [({}, ValueError), (None, TypeError)])
+def test_what_other_ranks_than_the_first_have_of_a_state_is_refused(state, error):
+    with pytest.raises(error, match="every rank"):
+        load_full_state_dict(nn.Linear(2, 2), state)
+
+
 def test_a_model_on_the_meta_device_is_refused():
     with pytest.raises(ValueError, match="to_empty"):
         load_full_state_dict(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2).state_dict())

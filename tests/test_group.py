@@ -7,7 +7,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from tests.compare import refuses
-from tpfused.group import TPGroup, replica_mesh, resolve_group, with_replicas
+from tpfused.group import TPGroup, _warn_of_other_processes, replica_mesh, resolve_group, with_replicas
 
 
 def members(group):
@@ -68,6 +68,16 @@ def test_one_process_without_torch_distributed():
     group = resolve_group()
     assert group == resolve_group(group) and isinstance(group, TPGroup)
     assert (group.process_group, group.rank, group.size, group.mesh) == (None, 0, 1, None)
+
+
+@pytest.mark.parametrize("world, warnings", [("1", 0), ("4", 1)])
+def test_processes_without_a_group_are_told_once(world, warnings, monkeypatch, recwarn):
+    monkeypatch.setenv("WORLD_SIZE", world)
+    _warn_of_other_processes.cache_clear()
+    for _ in range(2):
+        assert resolve_group().size == 1
+    told = [str(warning.message) for warning in recwarn]
+    assert len(told) == warnings and all("WORLD_SIZE is 4" in text and "init_process_group" in text for text in told)
 
 
 def test_accepts_groups_meshes_and_nothing(workers, tp):

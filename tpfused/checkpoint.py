@@ -49,6 +49,10 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """
     entries = list(model_entries(model))
     _check_mapping(state)
+    if not state and entries:
+        raise ValueError(
+            "the state is empty: full_state_dict gives it to rank 0 only, and every rank needs the whole of it here"
+        )
     shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
     check_state(state, shapes, {name: entry.tensor.dtype for entry in entries for name in entry.names})
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
@@ -222,7 +226,9 @@ def _copy_on_cpu(value: Tensor | float) -> Tensor | float:
 
 def _check_mapping(state: Mapping) -> None:
     if not isinstance(state, Mapping):
-        raise TypeError(f"state must be a mapping of names to tensors, not {type(state).__name__}")
+        raise TypeError(
+            f"state must be a mapping of names to tensors, on every rank the whole one, not {type(state).__name__}"
+        )
 
 
 def _shape(value: object) -> tuple[int, ...]:

@@ -71,13 +71,19 @@ def check_module(model: nn.Module) -> None:
         raise TypeError(f"the model must be an nn.Module, not {type(model).__name__} {model!r}")
 
 
-def check_input(x: Tensor, features: int, weight: Tensor, layer: str) -> None:
-    """`x` is ``[..., features]``, on the weight's device and of its dtype (any of 16 or 32 bits under autocast)."""
+def check_input(x: Tensor, features: int, weight: Tensor, layer: str, part_of: int | None = None) -> None:
+    """`x` is ``[..., features]``, this rank's of `part_of` if given, on the weight's device and of its dtype (any of 16
+    or 32 bits under autocast)."""
     check_tensor(x, f"{layer}: the input")
     check_dense(x, layer, "the input")
     if x.ndim < 1 or x.shape[-1] != features:
+        part = (
+            ""
+            if part_of in (None, features)
+            else f", this rank's part of {part_of} as a column-parallel layer leaves it"
+        )
         raise ValueError(
-            f"{layer}: expected an input of {features} features in its last dimension, got shape {tuple(x.shape)}"
+            f"{layer}: expected an input of {features} features in its last dimension{part}, got shape {tuple(x.shape)}"
         )
     if x.device != weight.device:
         raise ValueError(f"{layer}: the input is on {x.device}, the weight on {weight.device}")

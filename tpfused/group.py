@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import warnings
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
+import torch
 import torch.distributed as dist
 
 from tpfused.sharding import divide
@@ -108,6 +112,8 @@ def resolve_group(group: dist.ProcessGroup | TPGroup | None = None, mesh: Device
         return _from_mesh(mesh)
     if group is None:
         if not (dist.is_available() and dist.is_initialized()):
+            if not torch.compiler.is_compiling():
+                _warn_of_other_processes(os.environ.get("WORLD_SIZE", "1"))
             return TPGroup(None, rank=0, size=1)
         group = dist.group.WORLD
     if group is dist.GroupMember.NON_GROUP_MEMBER:
@@ -123,6 +129,16 @@ def resolve_group(group: dist.ProcessGroup | TPGroup | None = None, mesh: Device
         members = dist.get_process_group_ranks(group)
         raise ValueError(f"rank {dist.get_rank()} is not a member of the given group of ranks {members}")
     return TPGroup(group, rank, dist.get_world_size(group))
+
+
+@cache  # said once
+def _warn_of_other_processes(world: str) -> None:
+    if world != "1":
+        warnings.warn(
+            f"tpfused: WORLD_SIZE is {world}, but torch.distributed.init_process_group has not been called: each "
+            f"process makes layers of its own, not split. Call it first, or pass group=",
+            stacklevel=3,
+        )
 
 
 def _from_mesh(mesh: DeviceMesh) -> TPGroup:

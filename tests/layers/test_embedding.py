@@ -141,8 +141,10 @@ def check_refusals(ctx, tp, mode):
     for bad in (10, -1, 12345678901):
         with refuses(ValueError, bad, 10):
             sync(ids(3, bad, 4))
-    with refuses(ValueError, -7, 31, 10):
+    with refuses(ValueError, "-7 (the smallest) and 31 (the largest)", 10):
         sync(ids(-7, 2, 31))
+    with refuses(ValueError, "found 11 (the largest)"):
+        sync(ids(11))
     for dtype in (torch.float32, torch.bool, torch.uint8):
         with refuses(TypeError, dtype):
             layer(ids(1).to(dtype))

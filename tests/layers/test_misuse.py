@@ -418,3 +418,15 @@ def test_configs_of_another_kind_are_refused(kind):
         kind(TransformerConfig(**SIZES), group=alone, dtype="bf16")
     with refuses(TypeError, "attention_dropout", "None"):
         kind(TransformerConfig(**SIZES, attention_dropout=None), group=alone)
+
+
+def check_whole_input(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    layer = RowParallelLinear(4 * tp, 3, device=ctx.device, **block.place)
+    with refuses(ValueError, "input of 4 features", f"this rank's part of {4 * tp} as a column-parallel", (2, 4 * tp)):
+        layer(torch.randn(2, 4 * tp, device=ctx.device))
+
+
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_all_features_where_a_ranks_part_is_wanted(workers, tp):
+    workers.run(check_whole_input, tp)

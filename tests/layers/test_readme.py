@@ -38,8 +38,12 @@ def check_layers(ctx):
 
 
 def check_split(ctx, folder):
-    ids = torch.arange(8).view(2, 4)
-    names = run("AutoConfig", ('"cuda", (2, 4)', '"cpu", (2, 2)'), folder=folder, ids=ids, out=folder / "out")
+    names = run(
+        "AutoConfig",
+        ('"cuda", (2, 4)', '"cpu", (2, 2)'),
+        ('"llama", "llama-trained"', repr((str(folder), str(folder / "out")))),
+        ('torch.randint(1000, (2, 64), device="cuda")', "torch.arange(8).view(2, 4)"),
+    )
     assert names["loss"].isfinite() and (folder / "out" / "config.json").exists()
 
 

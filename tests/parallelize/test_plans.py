@@ -403,8 +403,25 @@ def check_mixed(ctx, seed):
     torch.testing.assert_close(model(ids), dense(ids), rtol=1e-4, atol=1e-5)
 
 
-def test_the_plan_leaves_out_what_cannot_be_split(workers, seed):
-    workers.run(on_four, check_mixed, seed)
+def check_stacked(ctx, seed):
+    """Only numbers tell a layer from the activation beside it."""
+    torch.manual_seed(seed)
+    flat, *others = (nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8)) for _ in range(3))
+    deep = nn.Sequential(OrderedDict(first=nn.Linear(8, 8), act=nn.ReLU(), blocks=nn.Sequential(*others)))
+    for dense, patterns in ((flat, ("0", "2")), (deep, ("first", "blocks.*.0", "blocks.*.2"))):
+        model = copy.deepcopy(dense.to(ctx.device))
+        plan = shown_plan(model, ctx.mesh(4))
+        assert plan == dict.fromkeys(patterns, "colwise_gather")
+        tpfused.parallelize(model, ctx.mesh(4), plan)
+        kinds = [type(module) for module in model.modules()]
+        assert nn.Linear not in kinds and kinds.count(nn.GELU) == len(patterns) - 1
+        x = torch.randn(3, 8, device=ctx.device)
+        torch.testing.assert_close(model(x), dense(x), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("check", [check_mixed, check_stacked])
+def test_the_plan_leaves_out_what_cannot_be_split(workers, seed, check):
+    workers.run(on_four, check, seed)
 
 
 def check_parameters_between(ctx):

@@ -227,7 +227,8 @@ def _extension(torch, gpus: list[dict]) -> dict:
         if not reason and gpus:
             reason = f"not yet: it will be compiled at first use, into {extension.cache_folder()}"
         elif not reason:
-            reason = "not yet, but it can be: pip install --no-build-isolation . (in the source folder)"
+            install = 'pip install "setuptools>=77" && pip install --no-build-isolation .'
+            reason = f"not yet, but it can be: {install} (in the source folder)"
         return answer | {"reason": reason}
     compiled = found.module
     built = compiled.build_info()

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from tpfused.checks import kind_of
-from tpfused.explanation import PLAIN, tell
+from tpfused.explanation import KERNEL, PLAIN, tell
 from tpfused.kernels.decode import MOST_HEAD_DIM, MOST_HEADS, decode_attention
-from tpfused.layers.backend import runs_kernels
+from tpfused.layers.backend import why_plain
 from tpfused.layers.sdpa import scaled_dot_product_attention
 from tpfused.parameter import check_integer, check_size
 
@@ -90,17 +90,21 @@ class LayerCache:
         return scaled_dot_product_attention(q, k, v, step.mask, step.causal, 0.0, no_empty_rows=True, backend=backend)
 
     def _decodes(self, q: Tensor, backend: str | None) -> bool:
-        """Whether the kernel for one token runs: in 16 bits, as tensor cores multiply, and for few heads."""
+        """Whether the kernel for one token runs."""
         if q.shape[2] != 1 or torch.compiler.is_compiling():
             return False
+        why = why_plain(q, backend) or self._why_no_kernel(q)
+        tell("attention to a cache", q, PLAIN if why else KERNEL, why)
+        return not why
+
+    def _why_no_kernel(self, q: Tensor) -> str:
+        """Empty in 16 bits, as tensor cores multiply, and for few heads."""
         if self.keys.shape[:2].numel() > MOST_HEADS:
-            tell("attention to a cache", q, PLAIN, f"faster for more than {MOST_HEADS} sequences x key-value heads")
-            return False
-        fits = q.shape[3] <= MOST_HEAD_DIM and q.dtype.itemsize == 2 and q.dtype == self.keys.dtype
-        if not fits:
-            own, kept = (str(x.dtype).removeprefix("torch.") for x in (q, self.keys))
-            tell("attention to a cache", q, PLAIN, f"no kernel for {own} heads of {q.shape[3]} with a cache of {kept}")
-        return fits and runs_kernels(q, backend, "attention to a cache")
+            return f"faster for more than {MOST_HEADS} sequences x key-value heads"
+        if q.shape[3] <= MOST_HEAD_DIM and q.dtype.itemsize == 2 and q.dtype == self.keys.dtype:
+            return ""
+        own, kept = (str(x.dtype).removeprefix("torch.") for x in (q, self.keys))
+        return f"no kernel for {own} heads of {q.shape[3]} with a cache of {kept}"
 
 
 class KVCache:

@@ -78,7 +78,8 @@ class IdCheck:
         where = ""
         if group is not None and group.size > 1:
             extremes, where = self._of_all_ranks(extremes, size, group), f" among those of {group.size} ranks"
-        bad = [str(value) for value in extremes.tolist() if not 0 <= value < size]
+        least, most = extremes.tolist()
+        bad = [f"{least} (the smallest)"] * (least < 0) + [f"{most} (the largest)"] * (most >= size)
         if bad:
             raise ValueError(f"{self.what} must be in [0, {size}), found {' and '.join(bad)}{where}")
 

@@ -308,7 +308,7 @@ class RowParallelLinear(LinearParameters):
         features = self.in_features
         if self.input_is_parallel:
             features = shard_size(self.in_features, self.group.size, self.group.rank)
-        checks.check_input(x, features, weight, self.called)
+        checks.check_input(x, features, weight, self.called, part_of=self.in_features)
         dim = checks.token_dim(x, self.sequence_dim, self.called) if self.sequence_parallel else None
         if residual is not None or then is not None:
             shape = [*x.shape[:-1], self.out_features]

@@ -87,7 +87,7 @@ def auto_plan(model: nn.Module) -> dict[str, str]:
     # What is computed between layers that split and layers that join is of this rank's part of the features: a
     # parameter there has a part of its gradient on each rank.
     between = {name.rpartition(".")[0] for name, style in placed.items() if style in LEAVE_SHARDED}
-    missed: dict[str, set[str]] = {}  # pattern -> the classes that stand there
+    missed: dict[str, str] = {}  # name -> class
     for name, module in model.named_modules():
         own = dict(module.named_parameters(recurse=False))
         if own and name in between:
@@ -97,7 +97,7 @@ def auto_plan(model: nn.Module) -> dict[str, str]:
             )
         splits = any(param.ndim > 1 for param in own.values()) or (own and name.rpartition(".")[0] in between)
         if name not in placed and splits and (not plan or pattern_of(name) != name):
-            missed.setdefault(pattern_of(name), set()).add(type(module).__name__)
+            missed[name] = type(module).__name__
     if missed:
         raise ValueError(_unplaced(model, model_type, plan, missed))
     return plan
@@ -184,13 +184,24 @@ def pattern_of(name: str) -> str:
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 
-def _unplaced(
-    model: nn.Module, model_type: str | None, plan: dict[str, str], missed: Mapping[str, Collection[str]]
-) -> str:
+def _pattern_of_these_only(name: str, these: Collection[str], names: Iterable[str]) -> str:
+    """The most general pattern that matches the module and, of all `names`, only others of `these`: in a
+    `Sequential`, not the activation beside a linear layer."""
+    parent, _, last = name.rpartition(".")
+    general = pattern_of(name), f"{pattern_of(parent)}.{last}" if parent else name
+    only = (pattern for pattern in general if all(each in these for each in names if matches(each, pattern)))
+    return next(only, name)
+
+
+def _unplaced(model: nn.Module, model_type: str | None, plan: dict[str, str], missed: Mapping[str, str]) -> str:
     known = f"{type(model).__name__}" + (f" (model_type {model_type!r})" if model_type else "")
-    start, whole = _start(model, plan, missed)
-    lines = [f"plan='auto' knows no place for {len(missed)} modules of {known}:"]
-    lines += [f"  {name}: {', '.join(sorted(classes))}" for name, classes in missed.items()]
+    names = [name for name, _ in model.named_modules()]
+    patterns: dict[str, set[str]] = {}  # -> the classes that stand there
+    for name, kind in missed.items():
+        patterns.setdefault(_pattern_of_these_only(name, missed, names), set()).add(kind)
+    start, whole = _start(model, plan, patterns)
+    lines = [f"plan='auto' knows no place for {len(patterns)} modules of {known}:"]
+    lines += [f"  {pattern}: {', '.join(sorted(classes))}" for pattern, classes in patterns.items()]
     lines += [
         f"Architectures it knows: {', '.join(ARCHITECTURES)}. For another one write a plan. This one is right, if not "
         f"fast, unless a module computes with another's weights; then let a pair that follow each other be 'colwise' "
