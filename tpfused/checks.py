@@ -106,6 +106,16 @@ def check_logits(logits: Tensor, vocab_size: int | None, operation: str) -> None
 def check_number(number: float, what: str) -> None:
     if not isinstance(number, int | float) or isinstance(number, bool):
         raise TypeError(f"{what} must be a number, not {number!r}")
+    try:
+        float(number)
+    except OverflowError:
+        raise ValueError(f"{what} is an integer that no float can hold") from None
+
+
+def check_eps(eps: float, what: str) -> None:
+    check_number(eps, what)
+    if not 0 <= eps < float("inf"):
+        raise ValueError(f"{what} must be at least 0, and finite, not {eps}")
 
 
 def check_dense(x: Tensor, layer: str, what: str) -> None:
@@ -146,18 +156,22 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: st
             f"{operation}: the weight must be a matrix [out features, in features], not shape {tuple(weight.shape)}"
         )
     check_input(x, weight.shape[1], weight, operation)
-    if bias is None:
-        return
-    check_tensor(bias, f"{operation}: the bias")
-    check_dense(bias, operation, "the bias")
-    if bias.shape != weight.shape[:1]:
+    if bias is not None:
+        check_vector(bias, weight, operation, "the bias")
+
+
+def check_vector(x: Tensor, weight: Tensor, operation: str, what: str) -> None:
+    """`x` is ``[n]``, like the weight ``[n, k]``."""
+    check_tensor(x, f"{operation}: {what}")
+    check_dense(x, operation, what)
+    if x.shape != weight.shape[:1]:
         raise ValueError(
-            f"{operation}: the bias must have {weight.shape[0]} features like the weight, not shape {tuple(bias.shape)}"
+            f"{operation}: {what} must have {weight.shape[0]} features like the weight, not shape {tuple(x.shape)}"
         )
-    if bias.device != weight.device:
-        raise ValueError(f"{operation}: the bias is on {bias.device}, the weight on {weight.device}")
-    if bias.dtype != weight.dtype and not _are_cast(weight, bias):
-        raise TypeError(f"{operation}: the bias is {bias.dtype}, the weight {weight.dtype}")
+    if x.device != weight.device:
+        raise ValueError(f"{operation}: {what} is on {x.device}, the weight on {weight.device}")
+    if x.dtype != weight.dtype and not _are_cast(weight, x):
+        raise TypeError(f"{operation}: {what} is {x.dtype}, the weight {weight.dtype}")
 
 
 def check_sequence_dim(sequence_dim: int) -> int:

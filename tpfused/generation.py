@@ -161,6 +161,7 @@ def _check_prompts(
         return tokens, None
     if not isinstance(mask, Tensor) or mask.dtype != torch.bool:
         raise TypeError(f"the mask must be a boolean tensor, not {checks.kind_of(mask)}")
+    checks.check_dense(mask, "generate", "the mask")
     if mask.shape != ids.shape or mask.device != ids.device:
         raise ValueError(
             f"the mask, {tuple(mask.shape)} on {mask.device}, must be as the ids, {tuple(ids.shape)} on {ids.device}"

@@ -127,6 +127,11 @@ def check_refusals(ctx, tp):
             for odd in (3, None, [1.0]):
                 with refuses(TypeError, name, type(odd).__name__):
                     getattr(mappings, name)(odd)
+            with refuses(TypeError, name, "sparse"):
+                getattr(mappings, name)(torch.ones(2, 2).to_sparse())
+        for odd, told in ((torch.ones(2), "float32"), ([1], "list"), (torch.tensor([1]).to_sparse(), "sparse")):
+            with refuses(TypeError, "token ids", told):
+                hidden(8, 4)(odd)
         with refuses(TypeError, "split_tensor_along_last_dim", "list"):
             utils.split_tensor_along_last_dim([1.0], 1)
         logits = torch.zeros(2, 8 // tp)

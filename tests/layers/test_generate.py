@@ -282,8 +282,13 @@ def check_refusals(ctx, tp, mode):
     for wrong in (-3, 8):
         with refuses(ValueError, "padding", wrong, "max_tokens 8"):
             KVCache(model, 2, 8, padding=ids.new_tensor([0, wrong]))
-    with refuses(TypeError, torch.int64):
-        KVCache(model, 2, 8, dtype=torch.int64)
+    for dtype in (torch.int64, torch.float8_e4m3fn):
+        with refuses(TypeError, dtype):
+            KVCache(model, 2, 8, dtype=dtype)
+    with refuses(TypeError, "padding", "sparse"):
+        KVCache(model, 2, 8, padding=ids.new_zeros(2).to_sparse())
+    with refuses(TypeError, "mask", "sparse"):
+        model.generate(ids, 2, mask=torch.ones_like(ids, dtype=torch.bool).to_sparse())
     with refuses(ValueError, "padding", "meta"):
         KVCache(model, 2, 8, padding=ids.new_zeros(2, device="meta"))
     with refuses(TypeError, "padding", "ndarray"):

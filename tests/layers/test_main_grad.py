@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from tests.compare import Block, refuses
 from tests.layers.paths import assert_near, gradients, make_model, paths
@@ -163,6 +163,10 @@ def check_refusals(ctx, tp, mode):
     weight = torch.ones(4, 4, device=block.device)
     with refuses(TypeError, "main_grad", "float64"):
         OPERATIONS["column_matmul"](weight, weight, main_grad=weight.double(), **block.place)
+    sharded = DTensor.from_local(weight, ctx.mesh(tp), [Replicate()], run_check=False)
+    for odd, told in ((sharded, "DTensor"), (weight.to_sparse(), "sparse")):
+        with refuses(TypeError, "main_grad", told):
+            OPERATIONS["column_matmul"](weight, weight, main_grad=odd, **block.place)
     with refuses(TypeError, "2 weights", "main_grads"):
         OPERATIONS["all_gather_matmul"](weight, [weight, weight], main_grad=weight, **block.place)
 

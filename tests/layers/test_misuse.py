@@ -143,6 +143,11 @@ def check_masks_are_refused_first(ctx, tp):
     ):
         with refuses(error, name, "x"):
             model.loss(ids, ids, **{name: "x"})
+    with refuses(TypeError, "['foo', 'group']", "ignore_index"):
+        model.loss(ids, ids, foo=1, group=None)
+    for name, huge in (("ignore_index", 2**70), ("z_loss", 10**400)):
+        with refuses(ValueError, name):
+            model.loss(ids, ids, **{name: huge})
 
 
 def test_masks_and_labels_are_refused_before_any_collective(workers, tp):

@@ -124,8 +124,25 @@ def check_refusals(ctx, tp):
     data.whole["residual"], right = right, data.whole["scale"]
     for scale, told in ((right[:8], (8,)), (right[:1], (1,)), (right.to("meta"), "meta")):
         data.whole["scale"] = scale
-        with refuses(ValueError, "norm's weight", told, (16,)):
+        with refuses(ValueError, "norm's weight", told):
             data.run("rmsnorm")
+    data.whole["scale"] = right.double()
+    with refuses(TypeError, "norm's weight", "float64", "float32"):
+        data.run("layernorm")
+    data.whole["scale"] = right
+    with refuses(ValueError, "layernorm, rmsnorm", "'batchnorm'"):
+        data.run("batchnorm")
+    x, weight = block.own(data.whole["x"], -1).contiguous(), block.own(data.whole["weight"], 1)
+    for error, norm, *told in (
+        (TypeError, None, "NormOperands", "NoneType"),
+        (TypeError, NormOperands("layernorm", None, right, EPS), "norm's weight", "NoneType"),
+        (TypeError, NormOperands("rmsnorm", right, None, "1"), "eps", "'1'"),
+        (ValueError, NormOperands("rmsnorm", right, right, EPS), "RMSNorm has no bias"),
+    ):
+        with refuses(error, *told):
+            matmul_all_reduce_norm(x, weight, None, data.whole["residual"], norm, **block.place)
+    with refuses(TypeError, "residual", "NoneType"):
+        matmul_all_reduce_norm(x, weight, None, None, NormOperands("rmsnorm", right, None, EPS), **block.place)
 
 
 def check_replays(ctx, steps, seed):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from tests.compare import collectives_made
+from tests.compare import collectives_made, refuses
 from tests.parallelize.models import VOCAB, build, compare, dense_loss, random_ids, twins, whole
 from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear
@@ -218,6 +218,9 @@ def check_loss_options(ctx, tp, seed, name):
     out = model(*positional)
     torch.testing.assert_close(out.loss, dense(*positional).loss, rtol=1e-5, atol=1e-5)
     assert out.logits.shape[-1] < VOCAB
+    for error, labels, told in ((ValueError, ids[:1], tuple(ids.shape)), (TypeError, [1], "list")):
+        with refuses(error, "labels", told):
+            model(ids, labels=labels)
 
 
 @split

@@ -5,17 +5,27 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpfused.checks import check_tensor
+from tpfused.checks import check_dense, check_tensor
+
+
+def check_given(x: Tensor, function: str) -> None:
+    """A dense tensor of this rank.
+
+    Raises:
+        TypeError
+    """
+    check_tensor(x, f"{function}: the input")
+    check_dense(x, function, "the input")
 
 
 def size_of(x: Tensor, dim: int, function: str) -> int:
     """Of `x` along `dim`.
 
     Raises:
-        TypeError: `x` is not a tensor.
+        TypeError: as `check_given`.
         ValueError: it has no dimensions.
     """
-    check_tensor(x, f"{function}: the input")
+    check_given(x, function)
     if not x.ndim:
         raise ValueError(f"{function}: the input has no dimensions, and {dim} is to be one")
     return x.shape[dim]

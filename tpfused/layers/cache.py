@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from tpfused.checks import kind_of
+from tpfused.checks import check_dense, kind_of
 from tpfused.explanation import KERNEL, PLAIN, tell
 from tpfused.kernels.decode import MOST_HEAD_DIM, MOST_HEADS, decode_attention
 from tpfused.layers.backend import why_plain
@@ -155,8 +155,10 @@ class KVCache:
         weight, attention = model.embedding.local("weight"), model.blocks[0].attention
         if padding is not None:
             _check_padding(padding, batch, max_tokens, weight.device)
-        if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
-            raise TypeError(f"a cache's dtype must be a floating-point torch.dtype, not {dtype!r}")
+        if dtype is not None and not (
+            isinstance(dtype, torch.dtype) and dtype.is_floating_point and dtype.itemsize > 1
+        ):
+            raise TypeError(f"a cache's dtype must be a floating-point torch.dtype of at least 16 bits, not {dtype!r}")
         self.config, self.ranks, self._dtype = config, model.group.size, weight.dtype
         self.batch = batch
         self.max_tokens = max_tokens
@@ -269,6 +271,7 @@ def _check_model(model: nn.Module) -> None:
 def _check_padding(padding: Tensor, batch: int, max_tokens: int, device: torch.device) -> None:
     if not isinstance(padding, Tensor) or padding.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"padding must be an int64 or int32 tensor, not {kind_of(padding)}")
+    check_dense(padding, "KVCache", "the padding")
     if padding.shape != (batch,):
         raise ValueError(f"padding must have shape ({batch},), not {tuple(padding.shape)}")
     if padding.device != device:

@@ -94,11 +94,7 @@ class VocabParallelEmbedding(ParallelModule):
 
     def forward(self, ids: Tensor) -> Tensor:
         weight, main_grad = self.weight_and_main_grad()
-        if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
-            raise TypeError(f"token ids must be an int64 or int32 tensor, not {checks.kind_of(ids)}")
-        checks.check_dense(ids, "VocabParallelEmbedding", "the token ids")
-        if ids.device != weight.device:
-            raise ValueError(f"token ids are on {ids.device}, the embedding on {weight.device}")
+        check_ids(ids, weight, "VocabParallelEmbedding")
         dim = None
         if self.sequence_parallel:
             dim = checks.token_dim(ids, self.sequence_dim, "VocabParallelEmbedding", has_features=False)
@@ -139,3 +135,12 @@ def row_of_padding(padding_idx: int | None, num_embeddings: int) -> int | None:
     if not -num_embeddings <= padding_idx < num_embeddings:
         raise ValueError(f"padding_idx {padding_idx} is outside a vocabulary of {num_embeddings}")
     return padding_idx % num_embeddings
+
+
+def check_ids(ids: Tensor, weight: Tensor, layer: str) -> None:
+    """What can be known without a look at the ids themselves."""
+    if not isinstance(ids, Tensor) or ids.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"token ids must be an int64 or int32 tensor, not {checks.kind_of(ids)}")
+    checks.check_dense(ids, layer, "the token ids")
+    if ids.device != weight.device:
+        raise ValueError(f"token ids are on {ids.device}, the embedding on {weight.device}")

@@ -177,7 +177,8 @@ def check_options(
     """What can be refused before there are logits. Whether `vocab_size` fits those, the ranks find out together."""
     if vocab_size is not None:
         checks.check_size(vocab_size, "vocab_size")
-    checks.check_integer(ignore_index, "ignore_index")
+    if not -(2**63) <= checks.check_integer(ignore_index, "ignore_index") < 2**63:
+        raise ValueError(f"ignore_index must be an int64, as labels are, not {ignore_index}")
     checks.check_number(label_smoothing, "label_smoothing")
     if not 0.0 <= label_smoothing <= 1.0:
         raise ValueError(f"label_smoothing must be between 0 and 1, not {label_smoothing}")

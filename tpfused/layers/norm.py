@@ -6,10 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import checks, reference
-from tpfused.overlap.plans import NormOperands
+from tpfused.overlap.plans import NORM_KINDS, NormOperands
 from tpfused.parameter import ParallelModule, check_size, local
-
-KINDS = ("layernorm", "rmsnorm")
 
 
 class Norm(ParallelModule):
@@ -34,9 +32,9 @@ class Norm(ParallelModule):
         checks.check_booleans(Norm.__init__, locals())
         super().__init__(group, mesh)
         hidden_size = check_size(hidden_size, "hidden_size")
-        if kind not in KINDS:
-            raise ValueError(f"norm must be one of {', '.join(KINDS)}, not {kind!r}")
-        check_eps(eps, "eps")
+        if kind not in NORM_KINDS:
+            raise ValueError(f"norm must be one of {', '.join(NORM_KINDS)}, not {kind!r}")
+        checks.check_eps(eps, "eps")
         self.kind = kind
         self.hidden_size = hidden_size
         self.eps = eps
@@ -65,9 +63,3 @@ class Norm(ParallelModule):
 
     def extra_repr(self) -> str:
         return f"{self.kind}, {self.hidden_size}, eps={self.eps}"
-
-
-def check_eps(eps: float, what: str) -> None:
-    checks.check_number(eps, what)
-    if not 0 <= eps < float("inf"):
-        raise ValueError(f"{what} must be at least 0, and finite, not {eps}")

@@ -20,7 +20,8 @@ from tpfused.layers.embedding import VocabParallelEmbedding
 from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear, column_forward
 from tpfused.layers.loss import OPTIONS, check_options, check_target, vocab_parallel_cross_entropy
 from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP, check_gates
-from tpfused.layers.norm import KINDS, Norm, check_eps
+from tpfused.layers.norm import Norm
+from tpfused.overlap.plans import NORM_KINDS
 from tpfused.overlap.tiers import recomputed_alike
 from tpfused.parameter import ParallelModule, check_size, local
 from tpfused.random import rank_dropout
@@ -101,11 +102,11 @@ class TransformerConfig:
         for name in ("vocab_size", "hidden_size", "num_layers", "num_heads", "ffn_size", "max_positions"):
             check_size(getattr(self, name), name)
         _check_choice("positions", self.positions, ("learned", "rotary"))
-        _check_choice("norm", self.norm, KINDS)
+        _check_choice("norm", self.norm, NORM_KINDS)
         _check_choice("init", self.init, ("default", "xavier"))
         _check_choice("sequence_dim", self.sequence_dim, (0, 1))
         checks.check_backend(self.backend)
-        check_eps(self.norm_eps, "norm_eps")
+        checks.check_eps(self.norm_eps, "norm_eps")
         for name in ("dropout", "attention_dropout"):
             checks.check_dropout(getattr(self, name), name)
         if self.gated:
@@ -343,6 +344,8 @@ class ParallelTransformer(nn.Module):
         check_target(labels)
         if labels.shape != ids.shape:
             raise ValueError(f"labels must have the ids' shape {tuple(ids.shape)}, not {tuple(labels.shape)}")
+        if unknown := options.keys() - OPTIONS.keys():
+            raise TypeError(f"ParallelTransformer.loss: no options {sorted(unknown)}; there are {', '.join(OPTIONS)}")
         options = {"vocab_size": self.config.vocab_size, "backend": self.config.backend} | options
         check_options(**(OPTIONS | options))
         return vocab_parallel_cross_entropy(self(ids, mask), labels, group=self.group, **options)

@@ -15,7 +15,7 @@ from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
 from tpfused.overlap.operators import Operation
 from tpfused.overlap.plain import act_gradient
-from tpfused.overlap.plans import Call, NormOperands, all_features, look_up, plan_of
+from tpfused.overlap.plans import NORM_KINDS, Call, NormOperands, all_features, look_up, plan_of
 from tpfused.overlap.tiers import exact
 
 NAME = "matmul_all_reduce"
@@ -82,15 +82,13 @@ def matmul_all_reduce_norm(
         The sum and the normalised sum, ``[..., n]`` both.
 
     Raises:
-        ValueError: a residual or a norm of another shape or device; and as `matmul_all_reduce`.
-        TypeError: as `matmul_all_reduce`.
+        ValueError: a residual or a norm of another shape or device, a norm that is none; and as `matmul_all_reduce`.
+        TypeError: a norm of another dtype than the weight; and as `matmul_all_reduce`.
     """
     call = look_up(_prepare, group, mesh, x_shard_k, (weight,), (bias,), in_features)
     features = weight.shape[0]
-    _check_norm("residual", residual, (*x_shard_k.shape[:-1], features), x_shard_k)
-    _check_norm("norm's weight", norm.weight, (features,), x_shard_k)
-    if norm.bias is not None:
-        _check_norm("norm's bias", norm.bias, (features,), x_shard_k)
+    checks.check_residual(residual, (*x_shard_k.shape[:-1], features), x_shard_k, f"{NAME}_norm")
+    _check_norm(norm, weight)
     operands = [x for x in (x_shard_k, weight, bias, residual, norm.weight, norm.bias) if x is not None]
     if _fuses_norm(call, features * x_shard_k.element_size(), operands):
         chosen = _OPERATION.choose(call.plan, call.dim, False, x_shard_k, (weight,), (bias,))
@@ -100,11 +98,17 @@ def matmul_all_reduce_norm(
     return total, reference.normalize(total, norm.kind, norm.weight, norm.bias, norm.eps)
 
 
-def _check_norm(what: str, given: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    if given.shape != shape or given.device != x.device:
-        raise ValueError(
-            f"{NAME}_norm: the {what}, {tuple(given.shape)} on {given.device}, must be {tuple(shape)} on {x.device}"
-        )
+def _check_norm(norm: NormOperands, weight: Tensor) -> None:
+    if not isinstance(norm, NormOperands):
+        raise TypeError(f"{NAME}_norm: the norm must be NormOperands, not {type(norm).__name__}")
+    if norm.kind not in NORM_KINDS:
+        raise ValueError(f"{NAME}_norm: the norm must be one of {', '.join(NORM_KINDS)}, not {norm.kind!r}")
+    checks.check_eps(norm.eps, f"{NAME}_norm: the norm's eps")
+    checks.check_vector(norm.weight, weight, f"{NAME}_norm", "the norm's weight")
+    if norm.bias is not None:
+        if norm.kind == "rmsnorm":
+            raise ValueError(f"{NAME}_norm: an RMSNorm has no bias")
+        checks.check_vector(norm.bias, weight, f"{NAME}_norm", "the norm's bias")
 
 
 def _fuses_norm(call: Call, row: int, operands: Sequence[Tensor]) -> bool:

@@ -64,13 +64,16 @@ def split_at(x: Tensor, dim: int) -> tuple[int, int]:
     return x.shape[dim + 1 : -1].numel(), x.shape[:dim].numel()
 
 
+NORM_KINDS = "layernorm", "rmsnorm"
+
+
 class NormOperands(NamedTuple):
     """A LayerNorm or RMSNorm over the last dimension.
 
     Attributes:
-        kind: "layernorm" or "rmsnorm".
+        kind: of `NORM_KINDS`.
         weight: ``[features]``.
-        bias: likewise, or None.
+        bias: likewise, or None, which an RMSNorm's is.
     """
 
     kind: str

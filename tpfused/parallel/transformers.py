@@ -5,11 +5,12 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tpfused.layers.linear import ColumnParallelLinear
-from tpfused.layers.loss import vocab_parallel_cross_entropy
+from tpfused.layers.loss import check_target, vocab_parallel_cross_entropy
 
 LOSSES = {"ForCausalLMLoss": True, "ForMaskedLMLoss": False}  # transformers' -> whether a token predicts the next one
 # Classes whose forward calls no `loss_function` that could be replaced: it is given no labels, and the loss added.
@@ -41,6 +42,12 @@ class ShardedLoss:
         labels = given.pop("labels", None)
         self.head.gather_output = labels is None or not model.training
         self.labels = None
+        if not self.head.gather_output:
+            ids, embedded = given.get("input_ids"), given.get("inputs_embeds")
+            if isinstance(embedded, Tensor):
+                _check_labels(labels, embedded.shape[:-1])
+            elif isinstance(ids, Tensor):
+                _check_labels(labels, ids.shape)
         if self.head.gather_output or not self.keeps_labels:
             return None
         self.labels = labels
@@ -74,6 +81,7 @@ class ShardedLoss:
         if self.shifts:
             # The logits of a token are for the next one; the last token's are for none.
             labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+        _check_labels(labels, logits.shape[:-1])  # which may be of the last tokens only
         loss = vocab_parallel_cross_entropy(
             logits,
             labels.to(logits.device).reshape(logits.shape[:-1]),
@@ -83,3 +91,10 @@ class ShardedLoss:
             group=self.head.group,
         )
         return loss if num_items_in_batch is None else loss / num_items_in_batch
+
+
+def _check_labels(labels: Tensor, tokens: torch.Size) -> None:
+    """As transformers, which flattens both."""
+    check_target(labels)
+    if labels.numel() != tokens.numel():
+        raise ValueError(f"labels of shape {tuple(labels.shape)} are not one for each of {tuple(tokens)} tokens")

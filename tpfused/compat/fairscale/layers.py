@@ -226,7 +226,9 @@ class ParallelEmbedding(_Table):
         _draw_table(self)
 
     def forward(self, input_: Tensor) -> Tensor:
-        rows = F.embedding(input_, self.local("weight"), self.padding_idx)
+        weight = self.local("weight")
+        embedding.check_ids(input_, weight, "ParallelEmbedding")
+        rows = F.embedding(input_, weight, self.padding_idx)
         return gather_from_group(rows, -1, self.embedding_dim, self.group)
 
     def extra_repr(self) -> str:
