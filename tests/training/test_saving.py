@@ -127,6 +127,7 @@ DAMAGE = {
     "bad header": (corrupt_header, "cannot be used"),
 }
 
+    "nested meta": (lambda path: (path / "meta.json").write_text("[" * 100_000), "meta.json is not what"),
 
 @pytest.mark.parametrize("damage", DAMAGE)
 def test_a_damaged_checkpoint_is_refused_in_one_line(trained, damage, capfd):

@@ -200,6 +200,8 @@ def _meta_of(path: str) -> Mapping[str, Any]:
     except UnicodeDecodeError as error:
         raise ValueError("it is no text") from error
     meta = found.get("meta") if isinstance(found, Mapping) else None
+    except RecursionError as error:
+        raise ValueError("its tables or lists are nested too deeply") from error
     missing = lacking("meta", meta, ("card", "gpus", "dtype", "memory_bytes", "rates"))
     if isinstance(meta, Mapping) and meta.get("rates") is not None:
         missing += [f"meta.{name}" for name in missing_of(meta["rates"])]

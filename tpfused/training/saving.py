@@ -61,7 +61,7 @@ def find(directory: str) -> dict[str, Any]:
         return {"path": str(path), "step": step, "config": config, "model": meta["model"]}
     except OSError as error:
         raise UserError(f"{problem}: {Path(error.filename).name}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{problem}: {META} is not what tpfused train writes") from error
 
 
