@@ -113,6 +113,8 @@ def test_without_a_gpu(capsys):
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
         (["--csv", "/nowhere/x.csv"], "--csv /nowhere/x.csv cannot be written"),
         (["--plot", "/dev/null/plots"], "--plot /dev/null/plots"),
+        (["--plot", ""], "--plot needs a name, and '' is empty"),
+        (["--csv", ""], "--csv needs a name, and '' is empty"),
         (["--round", "x"], "--round"),
     ],
 )

@@ -3,6 +3,8 @@
 import argparse
 
 from tpfused.bench import OPERATIONS
+from tpfused.cli.outputs import check_list
+from tpfused.cli.seeds import seed
 
 DESCRIPTION = """\
 Measures on this machine, and writes down what on: card, driver, versions,
@@ -292,7 +294,7 @@ def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
 
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, metavar="N", help="rounds over all variants (default: 21)")
-    how.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
+    how.add_argument("--seed", type=seed, metavar="N", help="of the random data (default: drawn anew)")
 
     files = parser.add_argument_group("files")
     files.add_argument("--json", metavar="FILE", help="write every number, and what it was measured on")
@@ -304,6 +306,7 @@ def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
 def run(args: argparse.Namespace) -> int:
     if args.area == "overlap":
         from tpfused.bench.overlap.job import execute
+    check_list(vars(args))
     elif args.area == "comm":
         from tpfused.bench.comm.job import execute
     elif args.area == "model":

@@ -2,6 +2,9 @@
 
 import argparse
 
+from tpfused.cli.outputs import check_list
+from tpfused.cli.seeds import seed
+
 DESCRIPTION = """\
 Compares every overlapped operation, by each way its rows can travel, and every
 layer with the dense computation in float64, gradients included, and decoding
@@ -47,11 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, even where there is a GPU")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
+    parser.add_argument("--seed", type=seed, metavar="N", help="of the random data (default: drawn anew)")
     parser.add_argument("--json", metavar="FILE", help="write every case's result")
 
 
 def run(args: argparse.Namespace) -> int:
     from tpfused.checking.job import execute
 
+    check_list(vars(args))
     return execute(vars(args))

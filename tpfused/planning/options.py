@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpfused.cli.errors import UserError
-from tpfused.cli.outputs import check_writable
+from tpfused.cli.outputs import check_named, check_writable
 from tpfused.planning.communication import OPERATIONS, Fit, bus_factor
 from tpfused.planning.layouts import Step
 from tpfused.planning.rates import Rates, lacking, missing_of
@@ -56,6 +56,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(BYTES)}")
     if options["json"] is not None:
         check_writable("json", options["json"])
+    check_named("from", options["from"])
 
 
 def check_small(shape: Shape, step: Step, layers: int) -> None:
