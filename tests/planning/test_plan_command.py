@@ -101,6 +101,13 @@ def test_checks_on_a_cpu_only_if_told_to(monkeypatch, capsys):
     assert "--check runs blocks on GPUs, and torch finds none here" in capsys.readouterr().err
 
 
+def test_a_file_that_cannot_be_written_loses_no_result(capsys):
+    assert plan("--model", "gpt2", "--gpus", "2", "--json", "/dev/full", *NUMBERS) == 2
+    out, err = capsys.readouterr()
+    assert "step ms" in out and "fastest" in out.splitlines()[-1] and "wrote" not in out
+    assert err == "tpfused plan: --json /dev/full cannot be written: No space left on device\n"
+
+
 def test_a_plan_from_numbers(tmp_path, capsys):
     path = tmp_path / "plan.json"
     assert plan("--model", "llama3-8b", "--gpus", "8", "--batch", "32", "--json", str(path), *NUMBERS) == 0

@@ -55,8 +55,8 @@ what fits the L2 cache, or reads more than it writes.
 "extra MiB" is the most memory that one call holds, its result included.
 
 Exit codes: 0 done; 1 a variant was wrong, or ours failed; 2 something in the
-command line is wrong, or there is no GPU; 130 interrupted (the files then hold
-what was done).
+command line is wrong, there is no GPU, or a file cannot be written; 130
+interrupted (the files then hold what was done).
 """
 
 
@@ -100,8 +100,8 @@ examples:
                                            in workers that torchrun starts
 
 Exit codes: 0 done; 1 one of ours was wrong or failed (what fails of the others
-is shown); 2 something in the command line is wrong, or there are too few GPUs;
-130 interrupted (the files then hold what was done).
+is shown); 2 something in the command line is wrong, there are too few GPUs, or
+a file cannot be written; 130 interrupted (the files then hold what was done).
 """
 
 COMM = """\
@@ -145,7 +145,8 @@ examples:
                                            in workers that torchrun starts
 
 Exit codes: 0 done; 1 a collective was wrong or a worker failed; 2 something in
-the command line is wrong; 130 interrupted (the files then hold what was done).
+the command line is wrong, or a file cannot be written; 130 interrupted (the
+files then hold what was done).
 """
 
 MODEL = """\
@@ -190,8 +191,9 @@ examples:
                                            in workers that torchrun starts
 
 Exit codes: 0 done; 1 a program's logits differ, or ours failed (what fails of
-the others is shown); 2 something in the command line is wrong, or there is no
-GPU; 130 interrupted (the files then hold what was done).
+the others is shown); 2 something in the command line is wrong, there is no GPU,
+or a file cannot be written; 130 interrupted (the files then hold what was
+done).
 """
 
 
@@ -304,9 +306,9 @@ def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
 
 
 def run(args: argparse.Namespace) -> int:
+    check_list(vars(args))
     if args.area == "overlap":
         from tpfused.bench.overlap.job import execute
-    check_list(vars(args))
     elif args.area == "comm":
         from tpfused.bench.comm.job import execute
     elif args.area == "model":

@@ -36,7 +36,7 @@ A case by a tier that these GPUs do not have, "p2p" without peer access or both
 without the extension, is skipped, and the end says why: it is not wrong.
 
 Exit codes: 0 all right; 1 something was wrong or a worker failed; 2 something
-in the command line is wrong; 130 interrupted.
+in the command line is wrong, or a file cannot be written; 130 interrupted.
 """
 
 

@@ -45,4 +45,4 @@ def writing(option: str, given: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise UserError(f"--{option} {given} cannot be written: {error.strerror}") from error
+        raise UserError(f"--{option} {given} cannot be written: {error.strerror or error}") from error

@@ -38,7 +38,7 @@ starts the workers then.
       --master_port 29500 -m tpfused train --tp 4 --dp 2
 
 Exit codes: 0 done; 1 a worker failed; 2 something in the command line or its
-files is wrong; 130 interrupted.
+files is wrong, or one cannot be written; 130 interrupted.
 """
 
 

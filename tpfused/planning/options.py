@@ -200,9 +200,9 @@ def _meta_of(path: str) -> Mapping[str, Any]:
         raise ValueError(f"it {told}") from error
     except UnicodeDecodeError as error:
         raise ValueError("it is no text") from error
-    meta = found.get("meta") if isinstance(found, Mapping) else None
     except RecursionError as error:
         raise ValueError("its tables or lists are nested too deeply") from error
+    meta = found.get("meta") if isinstance(found, Mapping) else None
     missing = lacking("meta", meta, ("card", "gpus", "dtype", "memory_bytes", "rates"))
     if isinstance(meta, Mapping) and meta.get("rates") is not None:
         missing += [f"meta.{name}" for name in missing_of(meta["rates"])]

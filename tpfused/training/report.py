@@ -96,7 +96,8 @@ class Report:
             self._print_sample(parallel["sample"])
         if options["json"]:
             whole = summary | provenance(self.run, parallel["device_name"])
-            Path(options["json"]).write_text(json.dumps(whole, indent=1) + "\n")
+            with writing("json", options["json"]):
+                Path(options["json"]).write_text(json.dumps(whole, indent=1) + "\n")
             self._say(f"wrote {options['json']}")
         if options["plot"]:
             from tpfused.training.plot import plot
