@@ -96,6 +96,39 @@ def test_a_tier_that_there_is_not(command, monkeypatch, capsys):
     assert "TPFUSED_TIER" in err and "'ncll'" in err and all(name in err for name in NAMES) and err.count("\n") == 1
 
 
+@pytest.mark.parametrize("seed", ["-1", "9" * 26])
+@pytest.mark.parametrize("command", ["check --cpu", "train", "bench kernels", "bench comm --cpu"])
+def test_a_seed_that_no_generator_takes(command, seed, capsys):
+    assert cli.main([*command.split(), "--seed", seed]) == 2
+    told = f"--seed must be at least 0 and below 2**63, not {seed}\n"
+    assert capsys.readouterr().err == f"tpfused {command.split()[0]}: {told}"
+
+
+@pytest.mark.parametrize("command", ["check --json x.json", "bench kernels --csv x.csv", "bench comm --plot plots"])
+def test_a_list_takes_no_files(command, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert cli.main([*command.split(), "--list"]) == 2
+    *_, option, _ = command.split()
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", f"tpfused {command.split()[0]}: --list only prints, and takes no {option}\n")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "command, options",
+    [
+        ("train", ["json", "plot", "text", "save", "resume"]),
+        ("check --cpu", ["json"]),
+        ("plan --model gpt2 --gpus 1", ["json", "from"]),
+    ],
+)
+def test_a_name_that_is_empty(command, options, capsys):
+    for option in options:
+        assert cli.main([*command.split(), f"--{option}", ""]) == 2
+        told = f"tpfused {command.split()[0]}: --{option} needs a name, and '' is empty\n"
+        assert capsys.readouterr().err == told
+
+
 @pytest.mark.parametrize("command", ["info", "check --list", "bench comm --cpu --sizes 1K"])
 def test_output_that_nobody_reads(command):
     """As for any program before `| head`: no traceback, and the exit code of SIGPIPE."""

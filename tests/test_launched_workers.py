@@ -12,6 +12,7 @@ from tpfused.cli.errors import UserError
 from tpfused.workers import WorkerFailed, run_workers, torchrun_worker
 
 FOREVER = 600.0
+REAL_TIME = 40  # a signal without a name
 SECONDS = 10.0  # the most that ending may take, on a busy machine
 
 
@@ -45,7 +46,7 @@ def fail_on_one(argument, worker):
         os._exit(7)
     doomed.touch()
     time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
+    os.kill(os.getpid(), REAL_TIME if ending == "real-time signal" else signal.SIGKILL)
 
 
 def wait_forever(argument, worker):
@@ -130,6 +131,7 @@ def test_more_processes_than_a_host_can_run_are_refused(monkeypatch):
         ("exit", "worker 1 ended with exit code 7", 1),
         ("kill", "was killed by SIGKILL", 1),
         ("kill late", "worker 1 (process", 1),
+        ("real-time signal", f"was killed by signal {REAL_TIME}", 1),
     ],
 )
 def test_one_failure_ends_all_with_its_reason(ending, message, code, tmp_path):
@@ -156,8 +158,24 @@ def test_an_error_in_the_parent_leaves_no_worker_behind():
     assert not any(map(alive, pids))
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
-def test_workers_end_with_their_parent(how):
+@pytest.mark.parametrize("is_ignored", [False, True])
+def test_signals_are_handled_while_workers_run_alone(is_ignored):
+    """And not where the program has its own way with them, as under nohup."""
+    before = signal.SIG_IGN if is_ignored else signal.SIG_DFL
+    seen, initial = [], signal.signal(signal.SIGHUP, before)
+    try:
+        run_workers(report, 0, 1, lambda name, payload: seen.append(signal.getsignal(signal.SIGHUP)))
+        assert signal.getsignal(signal.SIGHUP) is before
+        assert all((handler is before) is is_ignored for handler in seen)
+    finally:
+        signal.signal(signal.SIGHUP, initial)
+
+
+@pytest.mark.parametrize(
+    "how, is_stopped",  # a stopped worker outlives SIGKILL: nobody is left to end it
+    [(signal.SIGKILL, False), (signal.SIGTERM, False), (signal.SIGTERM, True), (signal.SIGHUP, True)],
+)
+def test_workers_end_with_their_parent(how, is_stopped):
     program = (
         "from tests.test_launched_workers import wait_forever\n"
         "from tpfused.workers import run_workers\n"
@@ -166,7 +184,9 @@ def test_workers_end_with_their_parent(how):
     )
     parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     pids = [int(parent.stdout.readline()) for _ in range(2)]
+    if is_stopped:
+        os.kill(pids[1], signal.SIGSTOP)
     parent.send_signal(how)
-    parent.wait()
+    assert parent.wait() == -how
     parent.stdout.close()
     assert ended(pids)

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 # Workers that die together within this time are looked at together, so that the first cause is the one reported.
 SETTLE_S = 0.5
+# Of these a process dies without unwinding; Ctrl-C is an exception.
+ENDING = (signal.SIGTERM, signal.SIGHUP)
 # A terminated worker that has not ended by then is killed.
 GRACE_S = 3.0
 # A collective that a lost peer leaves waiting ends with an error after this time, on every node.
@@ -97,7 +99,7 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) if world > 1 else None
     context = multiprocessing.get_context("spawn")
     processes, pipes = [], {}
-    try:
+    with _ending(processes):
         # Ctrl-C reaches the whole foreground group. The workers inherit this mask: only the parent acts on it.
         # (Starting the tracker, which the first worker would do, lifts the mask.)
         resource_tracker.ensure_running()
@@ -111,12 +113,10 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
                     name=f"tpfused-{rank}",
                 )
                 process.start()
-                sender.close()
                 processes.append(process)
+                sender.close()
                 pipes[receiver] = rank
         _listen(processes, pipes, on_event)
-    finally:
-        _stop(processes)
 
 
 def join_group(worker: Worker, device: "torch.device", timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
@@ -178,7 +178,7 @@ def _exit_failure(rank, process):
         return None
     if status > 0:
         return (time.monotonic(), f"worker {rank} ended with exit code {status}", 1, "")
-    name = signal.Signals(-status).name
+    name = _signal_name(-status)
     hint = " (out of memory?)" if name == "SIGKILL" else ""
     # An abort is how a native library reacts to a lost peer; any other signal came from outside and comes first.
     order = time.monotonic() if name == "SIGABRT" else 0.0
@@ -197,6 +197,36 @@ def _stop(processes) -> None:
             if process.is_alive():
                 process.kill()
                 process.join()
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:  # a real-time signal
+        return f"signal {number}"
+
+
+@contextmanager
+def _ending(processes):
+    """Whatever ends this, no process outlives it. Of `ENDING` this one dies as it would, but last: a worker that is
+    stopped (SIGSTOP) would not see its parent end."""
+
+    def end(number, frame):
+        _stop(processes)
+        signal.signal(number, signal.SIG_DFL)
+        signal.raise_signal(number)
+
+    # A program's own handlers, and what nohup has set, stay; and only the main thread may set any.
+    is_main = threading.current_thread() is threading.main_thread()
+    numbers = [number for number in ENDING if is_main and signal.getsignal(number) is signal.SIG_DFL]
+    for number in numbers:
+        signal.signal(number, end)
+    try:
+        yield
+    finally:
+        _stop(processes)
+        for number in numbers:
+            signal.signal(number, signal.SIG_DFL)
 
 
 @contextmanager

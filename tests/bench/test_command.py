@@ -15,6 +15,7 @@ from tpfused.bench import OPERATIONS, console, job, options
 from tpfused.bench.case import Case, Floor, Variant, Work
 from tpfused.bench.console import PlainConsole, RichConsole
 from tpfused.bench.results import best_other, headline
+from tpfused.cli.errors import UserError
 
 ROOT = Path(__file__).resolve().parents[2]
 OPTIONS = {
@@ -112,6 +113,8 @@ def test_without_a_gpu(capsys):
         (["--seed", "-1"], "--seed"),
         (["--json", "/nowhere/x.json"], "--json /nowhere/x.json cannot be written"),
         (["--csv", "/nowhere/x.csv"], "--csv /nowhere/x.csv cannot be written"),
+        (["--plot", ""], "--plot needs a name, and '' is empty"),
+        (["--csv", ""], "--csv needs a name, and '' is empty"),
         (["--plot", "/dev/null/plots"], "--plot /dev/null/plots"),
         (["--round", "x"], "--round"),
     ],
@@ -183,6 +186,23 @@ def test_files(measure):
     assert [row["us"] for row in table] == [str(row["us"]) for row in rows]
     for name in ("gated_act", "softmax"):
         assert (folder / f"kernels-{name}.png").read_bytes()[:4] == b"\x89PNG"
+
+
+@pytest.mark.parametrize("option", ["json", "csv"])
+def test_a_file_that_cannot_be_written_loses_no_result(measure, capsys, option):
+    """Of any case."""
+    with pytest.raises(UserError, match=f"--{option} /dev/full cannot be written: No space left on device"):
+        measure([made_up(), made_up("softmax")], **{option: "/dev/full"})
+    out = capsys.readouterr().out
+    assert "gated_act, bf16" in out and "softmax, bf16" in out and "wrote /dev/full" not in out
+
+
+def test_a_plot_that_cannot_be_drawn_is_one_line(measure, tmp_path, capsys):
+    path = tmp_path / "kernels-gated_act.png"
+    path.symlink_to("/dev/full")
+    with pytest.raises(UserError, match=f"^--plot {path} cannot be written: No space left on device$"):
+        measure([made_up()])
+    assert "gated_act, bf16" in capsys.readouterr().out
 
 
 def test_a_wrong_variant_ends_with_1(measure, capsys):

@@ -95,6 +95,19 @@ def test_tells_how_to_see_a_wrong_line_alone(options, capsys, monkeypatch):
     assert place == place_again and alone == next(case for case in cases_of_all if case.tp == 1)
 
 
+@pytest.mark.parametrize("ratio", [0.5, 2.0])
+def test_a_file_that_cannot_be_written_loses_no_result(ratio, capsys, monkeypatch):
+    def run_workers(work, argument, world, on_event):
+        for _ in argument["cases"]:
+            on_event("answer", worker.Answer(ratio, "result"))
+
+    monkeypatch.setattr(job, "run_workers", run_workers)
+    assert cli.main(["check", "--cpu", "--case", "ParallelMLP fp64 tp1", "--json", "/dev/full"]) == 2
+    out, err = capsys.readouterr()
+    assert f"{int(ratio < 1)} right, {int(ratio > 1)} wrong of 1" in out
+    assert err == "tpfused check: --json /dev/full cannot be written: No space left on device\n"
+
+
 def test_the_examples_name_cases(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     examples = [line for line in EXAMPLES.splitlines() if "--seed" in line]

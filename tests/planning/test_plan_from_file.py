@@ -16,6 +16,7 @@ from tpfused.planning.rates import CALLS, LATENCIES
     [
         ("", "it is empty"),
         ('{"meta": {"rates"', "it breaks off, or is wrong, at line 1, column 18"),
+        ("[" * 100_000, "its tables or lists are nested too deeply"),
         ("[]", "it has no meta"),
         ("{}", "it has no meta"),
         ('{"meta": {"card": "a", "gpus": 2}}', "it has no meta.dtype, meta.memory_bytes, meta.rates"),

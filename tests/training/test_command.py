@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tpfused.cli import main
+
 COMMAND = [sys.executable, "-m", "tpfused", "train", "--device", "cpu"]
 TINY = ["--preset", "quick", "--batch-size", "4", "--seq-len", "16", "--sample", "0"]
 ENDLESS = [*COMMAND, *TINY, "--tp", "2", "--steps", "1000000"]
@@ -63,6 +65,16 @@ def test_the_report_shows_both_runs(quick):
         assert words in out
     assert max(map(len, out.splitlines())) < 120
     assert (folder / "run.png").read_bytes().startswith(b"\x89PNG") and (folder / "run.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize("option, path", [("json", "/dev/full"), ("plot", "/proc/x.png")])
+def test_a_file_that_cannot_be_written_loses_no_result(option, path, capfd):
+    assert (
+        main(["train", "--device", "cpu", *TINY, "--tp", "1", "--steps", "1", "--no-dense", f"--{option}", path]) == 2
+    )
+    out, err = capfd.readouterr()
+    assert "tokens/s" in out and "wrote" not in out
+    assert err.startswith(f"tpfused train: --{option} {path} cannot be written: ") and err.count("\n") == 1
 
 
 def test_a_run_resumes_at_another_degree(quick, tmp_path):

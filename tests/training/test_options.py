@@ -183,12 +183,6 @@ def test_a_missing_extra_says_how_to_get_it(missing, option, capsys, monkeypatch
     assert missing in err and 'pip install "tpfused[demo]"' in err and err.count("\n") == 1
 
 
-@pytest.mark.parametrize("option", ["--save", "--resume"])
-def test_a_directory_without_a_name_is_refused(option, capsys):
-    assert main(["train", option, ""]) == 2
-    assert capsys.readouterr().err == f"tpfused train: {option} needs the name of a directory\n"
-
-
 def test_an_environment_that_is_no_launchers_is_one_line(capsys, monkeypatch):
     for name, value in (("RANK", "first"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "localhost"), ("MASTER_PORT", "1")):
         monkeypatch.setenv(name, value)

@@ -5,10 +5,12 @@ import shutil
 from dataclasses import replace
 
 import pytest
+import safetensors.torch
 import torch
 
 from tests.training.runs import make_run, worker_of
 from tpfused.cli import main
+from tpfused.cli.errors import UserError
 from tpfused.training import saving
 from tpfused.training.loop import make_optimizer
 
@@ -71,6 +73,16 @@ def test_a_save_killed_anywhere_leaves_a_whole_checkpoint(trained, tmp_path, mon
     assert not list(root.glob(".*")), "leftovers of the killed save are removed by the next"
 
 
+@pytest.mark.parametrize("owner, name", [(saving, "_flush"), (safetensors.torch, "save_file")])
+def test_a_full_disk_is_one_line(trained, owner, name, monkeypatch):
+    def fail(*arguments):
+        raise safetensors.SafetensorError("disk full") if name == "save_file" else OSError("disk full")
+
+    monkeypatch.setattr(owner, name, fail)
+    with pytest.raises(UserError, match=f"^--save {trained[0].save} cannot be written: disk full$"):
+        saving.save(trained[0], trained[1], 1, *trained[2:])
+
+
 def reload(trained, path):
     run, worker, model, optimizer = trained
     fresh = torch.nn.Linear(3, 2)
@@ -115,6 +127,7 @@ DAMAGE = {
     "no optimizer": (lambda path: (path / "optimizer.safetensors").unlink(), "optimizer.safetensors: No such file"),
     "no meta": (lambda path: (path / "meta.json").unlink(), "meta.json: No such file"),
     "meta cut short": (lambda path: (path / "meta.json").write_text('{"format": 1, '), "meta.json is not what"),
+    "nested meta": (lambda path: (path / "meta.json").write_text("[" * 100_000), "meta.json is not what"),
     "foreign meta": (lambda path: (path / "meta.json").write_text("[1, 2]"), "meta.json is not what"),
     "another format": (change_meta(format=99), "format is 99"),
     "another step": (change_meta(step=3), "of step 3"),

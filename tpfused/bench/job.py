@@ -10,7 +10,7 @@ from tpfused.bench.case import OPTIONAL, Case, Setting
 from tpfused.bench.console import make_console
 from tpfused.bench.measure import GpuTimer
 from tpfused.bench.operations import cases, summary
-from tpfused.bench.options import check_options, describe_run, report, rounds_and_seed, select, write
+from tpfused.bench.options import check_options, conclude, describe_run, keep, rounds_and_seed, select
 from tpfused.bench.runner import DTYPES, Row, is_bad, run_case
 from tpfused.cli.errors import UserError
 
@@ -60,17 +60,14 @@ def measure(chosen: list[Case], options: Mapping[str, Any], timer, device: str =
             found = run_case(case, setting, timer, rounds, options["eager_time"], options["without"] or ())
             progress.done(found)
             rows += found
-            write(options, meta, rows)
-    meta["complete"] = True
-    write(options, meta, rows)
-    bad = list(filter(is_bad, rows))
-    report(console, options, rows, bad)
-    if options["plot"]:
-        from tpfused.bench.plot import plot
+            keep(options, meta, rows)
 
-        for path in plot(meta, rows, options["plot"]):
-            console.say(f"wrote {path}")
-    return 1 if bad else 0
+    def draw() -> list[str]:
+        from tpfused.bench.plot import plot  # which needs matplotlib
+
+        return plot(meta, rows, options["plot"])
+
+    return conclude(console, options, meta, rows, 0, is_bad, draw)
 
 
 def describe(options: Mapping[str, Any], rounds: int, seed: int) -> dict[str, Any]:

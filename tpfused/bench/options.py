@@ -5,6 +5,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import torch
 
 from tpfused.bench.results import Row, write_csv, write_json
 from tpfused.cli.errors import UserError
-from tpfused.cli.outputs import check_writable
+from tpfused.cli.outputs import check_named, check_writable
 from tpfused.provenance import measured_on
 from tpfused.workers import Worker, WorkerFailed, run_workers
 
@@ -48,13 +49,12 @@ def check_options(options: Mapping[str, Any], dtypes: Sequence[str]) -> None:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(dtypes)}")
     if options["rounds"] is not None and options["rounds"] < 1:
         raise UserError(f"--rounds must be at least 1, not {options['rounds']}")
-    if options["seed"] is not None and not 0 <= options["seed"] < 2**63:
-        raise UserError(f"--seed must be at least 0 and below 2**63, not {options['seed']}")
     for option in ("json", "csv"):
         if options[option] is not None:
             check_writable(option, options[option])
     if options["json"] and options["csv"] and os.path.realpath(options["json"]) == os.path.realpath(options["csv"]):
         raise UserError(f"--json and --csv are one file, {options['json']}")
+    check_named("plot", options["plot"])
     if options["plot"] is not None:
         if importlib.util.find_spec("matplotlib") is None:
             raise UserError('--plot needs matplotlib: pip install "tpfused[bench]"')
@@ -126,6 +126,12 @@ def run_on_ranks(
     return 0
 
 
+def keep(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list) -> None:
+    """Write what is done so far. A full disk does not end the measurements: `conclude` tells of it, after tables."""
+    with suppress(UserError):
+        write(options, meta, rows)
+
+
 def write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list) -> None:
     """The files that --json and --csv ask for."""
     if options["json"]:
@@ -136,13 +142,21 @@ def write(options: Mapping[str, Any], meta: Mapping[str, Any], rows: list) -> No
 
 def conclude(
     console, options: Mapping[str, Any], meta: dict[str, Any], rows: list, code: int, is_bad: Callable[[Row], bool],
-    draw: Callable[[], list[str]],
+    draw: Callable[[], list[str]], notes: Sequence[str] = (),
 ) -> int:  # fmt: skip
-    """The files, the report and, by `draw`, the plots of a run that ended with `code`; returns the exit code."""
+    """The files, the report and its `notes` and, by `draw`, the plots of a run that ended with `code`; returns the exit
+    code."""
     meta["complete"] = code == 0
-    write(options, meta, rows)
     bad = list(filter(is_bad, rows))
-    report(console, options, rows, bad)
+    try:
+        write(options, meta, rows)
+    finally:  # what was measured is shown also where it cannot be written
+        report(console, options, rows, bad)
+        for note in notes:
+            console.say(note)
+    for option in ("json", "csv"):
+        if options[option]:
+            console.say(f"wrote {options[option]}")
     if options["plot"] and rows:
         for path in draw():
             console.say(f"wrote {path}")
@@ -150,12 +164,9 @@ def conclude(
 
 
 def report(console, options: Mapping[str, Any], rows: Sequence[Row], bad: Sequence[Row]) -> None:
-    """The tables, and what is wrong or was written."""
+    """The tables, and what is wrong."""
     for name in dict.fromkeys(row["op"] for row in rows):
         console.table(f"{name}, {options['dtype']}", [row for row in rows if row["op"] == name])
     if bad:
         told = "; ".join(f"{row['op']} {row['case']} {row['pass']}: {row['variant']}" for row in bad)
         console.say(f"wrong or failed: {told}")
-    for option in ("json", "csv"):
-        if options[option]:
-            console.say(f"wrote {options[option]}")

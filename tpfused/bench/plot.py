@@ -7,6 +7,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 from tpfused.bench.results import Row, by_case
+from tpfused.cli.outputs import writing
 
 COLORS = {
     "ours": "tab:blue",
@@ -69,7 +70,8 @@ def finish(figure: Figure, handles: Mapping[str, Any], meta: Mapping[str, Any], 
     commit = f", commit {meta['commit']}" if meta.get("commit") else ""
     gpus = f"{meta['gpus']} x " if meta["gpus"] > 1 else ""
     figure.suptitle(f"{row['op']}, {row['dtype']}\n{gpus}{meta['card']}, torch {meta['torch']}{commit}", fontsize=10)
-    figure.savefig(path, dpi=120)
+    with writing("plot", path):
+        figure.savefig(path, dpi=120)
 
 
 def _column(axes, groups: Sequence[Sequence[Row]], bars: int) -> None:

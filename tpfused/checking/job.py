@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict
 from math import isfinite
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from tpfused.bench.results import write_json
 from tpfused.checking.cases import Case, cases
 from tpfused.checking.worker import work
 from tpfused.cli.errors import UserError
@@ -99,9 +98,5 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
         found = measured_on(card, world)
         meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}
         meta |= {"seed": seed, "seconds": seconds, "complete": len(rows) == len(chosen)}
-        try:
-            Path(options["json"]).write_text(json.dumps({"meta": meta, "rows": rows}, indent=1) + "\n")
-        except OSError as error:
-            print(f"tpfused check: --json {options['json']}: {error.strerror}", file=sys.stderr)
-            code = code or 1
+        write_json(options["json"], meta, rows)
     return code or int(bool(wrong) or len(rows) < len(chosen))

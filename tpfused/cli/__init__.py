@@ -62,8 +62,8 @@ def _run(argv: list[str]) -> int:
         return 2
     if not argv[0].startswith("-") and argv[0] not in COMMANDS:
         parser.error(_unknown(argv[0]))
-    args = parser.parse_args(argv)
     try:
+        args = parser.parse_args(argv)
         if argv[0] != "info":  # which shows what is set
             _check_environment()
         return args.run(args)

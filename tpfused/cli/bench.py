@@ -3,6 +3,8 @@
 import argparse
 
 from tpfused.bench import OPERATIONS
+from tpfused.cli.outputs import check_list
+from tpfused.cli.seeds import seed
 
 DESCRIPTION = """\
 Measures on this machine, and writes down what on: card, driver, versions,
@@ -53,8 +55,8 @@ what fits the L2 cache, or reads more than it writes.
 "extra MiB" is the most memory that one call holds, its result included.
 
 Exit codes: 0 done; 1 a variant was wrong, or ours failed; 2 something in the
-command line is wrong, or there is no GPU; 130 interrupted (the files then hold
-what was done).
+command line is wrong, there is no GPU, or a file cannot be written; 130
+interrupted (the files then hold what was done).
 """
 
 
@@ -98,8 +100,8 @@ examples:
                                            in workers that torchrun starts
 
 Exit codes: 0 done; 1 one of ours was wrong or failed (what fails of the others
-is shown); 2 something in the command line is wrong, or there are too few GPUs;
-130 interrupted (the files then hold what was done).
+is shown); 2 something in the command line is wrong, there are too few GPUs, or
+a file cannot be written; 130 interrupted (the files then hold what was done).
 """
 
 COMM = """\
@@ -143,7 +145,8 @@ examples:
                                            in workers that torchrun starts
 
 Exit codes: 0 done; 1 a collective was wrong or a worker failed; 2 something in
-the command line is wrong; 130 interrupted (the files then hold what was done).
+the command line is wrong, or a file cannot be written; 130 interrupted (the
+files then hold what was done).
 """
 
 MODEL = """\
@@ -188,8 +191,9 @@ examples:
                                            in workers that torchrun starts
 
 Exit codes: 0 done; 1 a program's logits differ, or ours failed (what fails of
-the others is shown); 2 something in the command line is wrong, or there is no
-GPU; 130 interrupted (the files then hold what was done).
+the others is shown); 2 something in the command line is wrong, there is no GPU,
+or a file cannot be written; 130 interrupted (the files then hold what was
+done).
 """
 
 
@@ -292,7 +296,7 @@ def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
 
     how = parser.add_argument_group("how")
     how.add_argument("--rounds", type=int, metavar="N", help="rounds over all variants (default: 21)")
-    how.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
+    how.add_argument("--seed", type=seed, metavar="N", help="of the random data (default: drawn anew)")
 
     files = parser.add_argument_group("files")
     files.add_argument("--json", metavar="FILE", help="write every number, and what it was measured on")
@@ -302,6 +306,7 @@ def _add_area(areas, name: str, *, quick: str, dtypes: str, **texts: str):
 
 
 def run(args: argparse.Namespace) -> int:
+    check_list(vars(args))
     if args.area == "overlap":
         from tpfused.bench.overlap.job import execute
     elif args.area == "comm":

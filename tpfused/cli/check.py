@@ -2,6 +2,9 @@
 
 import argparse
 
+from tpfused.cli.outputs import check_list
+from tpfused.cli.seeds import seed
+
 DESCRIPTION = """\
 Compares every overlapped operation, by each way its rows can travel, and every
 layer with the dense computation in float64, gradients included, and decoding
@@ -33,7 +36,7 @@ A case by a tier that these GPUs do not have, "p2p" without peer access or both
 without the extension, is skipped, and the end says why: it is not wrong.
 
 Exit codes: 0 all right; 1 something was wrong or a worker failed; 2 something
-in the command line is wrong; 130 interrupted.
+in the command line is wrong, or a file cannot be written; 130 interrupted.
 """
 
 
@@ -47,11 +50,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
     parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, even where there is a GPU")
-    parser.add_argument("--seed", type=int, metavar="N", help="of the random data (default: drawn anew)")
+    parser.add_argument("--seed", type=seed, metavar="N", help="of the random data (default: drawn anew)")
     parser.add_argument("--json", metavar="FILE", help="write every case's result")
 
 
 def run(args: argparse.Namespace) -> int:
     from tpfused.checking.job import execute
 
+    check_list(vars(args))
     return execute(vars(args))

@@ -83,8 +83,8 @@ and, as nothing is launched ahead there, longer than predicted: seldom within
 is off by more than 100 %.
 
 Exit codes: 0 done; 1 a worker failed or, with --check, the prediction by rates
-was further off than --tolerance; 2 something in the command line is wrong; 130
-interrupted.
+was further off than --tolerance; 2 something in the command line or its
+files is wrong, or one cannot be written; 130 interrupted.
 """
 
 

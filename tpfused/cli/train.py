@@ -2,6 +2,7 @@
 
 import argparse
 
+from tpfused.cli.seeds import seed
 from tpfused.training.presets import PRESETS
 
 DESCRIPTION = """\
@@ -37,7 +38,7 @@ starts the workers then.
       --master_port 29500 -m tpfused train --tp 4 --dp 2
 
 Exit codes: 0 done; 1 a worker failed; 2 something in the command line or its
-files is wrong; 130 interrupted.
+files is wrong, or one cannot be written; 130 interrupted.
 """
 
 
@@ -58,7 +59,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument("--lr", type=float, metavar="X", help="learning rate")
     what.add_argument("--warmup", type=int, metavar="N", help="steps of linear warm-up to the learning rate")
     what.add_argument("--dtype", metavar="NAME", help="fp32 (default, TF32 off), bf16 (autocast) or fp64")
-    what.add_argument("--seed", type=int, metavar="N", help="of the weights and the batches (default: 0)")
+    what.add_argument("--seed", type=seed, metavar="N", help="of the weights and the batches (default: 0)")
 
     where = parser.add_argument_group("how to split it")
     where.add_argument(

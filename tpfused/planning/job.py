@@ -80,12 +80,14 @@ def _plan(options: Mapping[str, Any], shape: Shape, device: str, found: int) -> 
             f"{machine.source} does not tell {', '.join(unknown)}: counted as nothing, which makes steps too short, "
             f"the more the fewer tokens they have. tpfused bench comm measures it"
         )
-    if options["json"]:
-        about = {"gpus": gpus, "commit": commit(), "source": machine.source, "memory_bytes": machine.memory_bytes}
-        about |= {"rates": machine.rates.as_dict(), "shape": asdict(shape), "step": asdict(step)}
-        write_json(options["json"], about, [entry.as_dict() for entry in entries])
-        console.say(f"wrote {options['json']}")
-    console.say(f"\n{tell_best(entries, machine.memory_bytes, cpu)}")
+    try:
+        if options["json"]:
+            about = {"gpus": gpus, "commit": commit(), "source": machine.source, "memory_bytes": machine.memory_bytes}
+            about |= {"rates": machine.rates.as_dict(), "shape": asdict(shape), "step": asdict(step)}
+            write_json(options["json"], about, [entry.as_dict() for entry in entries])
+            console.say(f"wrote {options['json']}")
+    finally:  # what was found is told also where it cannot be written
+        console.say(f"\n{tell_best(entries, machine.memory_bytes, cpu)}")
     return 0
 
 

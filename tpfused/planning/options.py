@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tpfused.cli.errors import UserError
-from tpfused.cli.outputs import check_writable
+from tpfused.cli.outputs import check_named, check_writable
 from tpfused.planning.communication import OPERATIONS, Fit, bus_factor
 from tpfused.planning.layouts import Step
 from tpfused.planning.rates import Rates, lacking, missing_of
@@ -56,6 +56,7 @@ def check_options(options: Mapping[str, Any]) -> None:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(BYTES)}")
     if options["json"] is not None:
         check_writable("json", options["json"])
+    check_named("from", options["from"])
 
 
 def check_small(shape: Shape, step: Step, layers: int) -> None:
@@ -199,6 +200,8 @@ def _meta_of(path: str) -> Mapping[str, Any]:
         raise ValueError(f"it {told}") from error
     except UnicodeDecodeError as error:
         raise ValueError("it is no text") from error
+    except RecursionError as error:
+        raise ValueError("its tables or lists are nested too deeply") from error
     meta = found.get("meta") if isinstance(found, Mapping) else None
     missing = lacking("meta", meta, ("card", "gpus", "dtype", "memory_bytes", "rates"))
     if isinstance(meta, Mapping) and meta.get("rates") is not None:

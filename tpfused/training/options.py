@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from tpfused.cli.errors import UserError
+from tpfused.cli.seeds import seed
 from tpfused.training.presets import PRESETS, Preset, RunConfig
 from tpfused.workers import Worker
 
@@ -144,8 +145,7 @@ def _check(run: RunConfig, worker: Worker | None) -> None:
         raise UserError(f"--warmup must not be negative, and is {run.warmup}")
     if run.sample < 0:
         raise UserError(f"--sample must not be negative, and is {run.sample}")
-    if not 0 <= run.seed < 2**63:
-        raise UserError(f"--seed must be at least 0 and below 2**63, not {run.seed}")
+    seed(run.seed)  # a checkpoint's, perhaps
     if not 0 < run.lr < float("inf"):
         raise UserError(f"--lr must be a positive number, not {run.lr}")
     if run.dtype not in ("fp32", "bf16", "fp64"):

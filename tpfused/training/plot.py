@@ -5,6 +5,7 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
+from tpfused.cli.outputs import writing
 from tpfused.training.summary import relative_differences
 
 # Where both runs agree to the last bit, a logarithmic axis still wants a number.
@@ -28,4 +29,5 @@ def plot(summary: Mapping[str, Any], title: str, path: str) -> None:
     top.set_title(title)
     top.legend()
     figure.axes[-1].set_xlabel("step")
-    figure.savefig(path, dpi=120)
+    with writing("plot", path):
+        figure.savefig(path, dpi=120)

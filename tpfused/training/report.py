@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from tpfused.cli.errors import UserError
-from tpfused.cli.outputs import check_writable
+from tpfused.cli.outputs import check_named, check_writable, writing
 from tpfused.training.presets import PRESETS, RunConfig
 from tpfused.training.summary import largest, provenance, summarise
 
@@ -26,9 +26,8 @@ def check_outputs(options: Mapping[str, Any]) -> None:
     missing = [name for name, wanted in needed.items() if wanted and importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(f'this needs {" and ".join(missing)}: pip install "tpfused[demo]"')
-    for option in ("save", "resume"):
-        if options[option] == "":
-            raise UserError(f"--{option} needs the name of a directory")
+    for option in ("save", "resume", "text"):
+        check_named(option, options[option])
     for option in ("plot", "json"):
         if options[option] is not None:
             _check_output(option, options)
@@ -97,7 +96,8 @@ class Report:
             self._print_sample(parallel["sample"])
         if options["json"]:
             whole = summary | provenance(self.run, parallel["device_name"])
-            Path(options["json"]).write_text(json.dumps(whole, indent=1) + "\n")
+            with writing("json", options["json"]):
+                Path(options["json"]).write_text(json.dumps(whole, indent=1) + "\n")
             self._say(f"wrote {options['json']}")
         if options["plot"]:
             from tpfused.training.plot import plot

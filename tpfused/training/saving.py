@@ -10,6 +10,7 @@ import json
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +62,7 @@ def find(directory: str) -> dict[str, Any]:
         return {"path": str(path), "step": step, "config": config, "model": meta["model"]}
     except OSError as error:
         raise UserError(f"{problem}: {Path(error.filename).name}: {error.strerror}") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         raise UserError(f"{problem}: {META} is not what tpfused train writes") from error
 
 
@@ -84,15 +85,28 @@ def check_target(run: RunConfig) -> None:
 
 
 def save(run: RunConfig, worker: Worker, step: int, model: nn.Module, optimizer: torch.optim.Optimizer) -> str:
-    """Write the checkpoint of `step` steps done; collective, rank 0 writes. Returns its path."""
-    root = Path(run.save)
-    final, temporary = root / _name(step), root / f".{_name(step)}.partial"
+    """Write the checkpoint of `step` steps done; collective, rank 0 writes. Returns its path.
+
+    Raises:
+        UserError: it cannot be written; on rank 0.
+    """
+    from safetensors import SafetensorError
+
     contents = full_state_dict(model), full_optimizer_state(model, optimizer), _gather_rng(run, worker)
     tensors = dict(zip(TENSORS, contents, strict=True))
-    if worker.rank != 0:
-        return str(final)
+    if worker.rank == 0:
+        try:
+            _write(run, step, tensors)
+        except (OSError, SafetensorError) as error:
+            raise UserError(f"--save {run.save} cannot be written: {error}") from error
+    return str(Path(run.save) / _name(step))
+
+
+def _write(run: RunConfig, step: int, tensors: Mapping[str, dict[str, Tensor]]) -> None:
     from safetensors.torch import save_file
 
+    root = Path(run.save)
+    final, temporary = root / _name(step), root / f".{_name(step)}.partial"
     for stale in root.glob(".step-*.partial"):
         shutil.rmtree(stale)
     temporary.mkdir()
@@ -116,7 +130,6 @@ def save(run: RunConfig, worker: Worker, step: int, model: nn.Module, optimizer:
         discarded = root / f".{_name(old)}.partial"
         (root / _name(old)).rename(discarded)
         shutil.rmtree(discarded)
-    return str(final)
 
 
 def load(run: RunConfig, worker: Worker, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:

@@ -17,11 +17,11 @@ from tpfused.bench.options import (
     check_options,
     conclude,
     describe_run,
+    keep,
     rounds_and_seed,
     run_on_ranks,
     select,
     settings,
-    write,
 )
 from tpfused.bench.results import Row
 from tpfused.bench.runner import DTYPES
@@ -168,7 +168,7 @@ def _measure(argument: dict[str, Any], ranks: Grid, worker: Worker | None, optio
                 progress.done(
                     payload, f"{payload[0]['us']:,.1f} us for {payload[0]['case']}, bus {best:,.2f} GB/s at best"
                 )
-                write(options, meta, rows)
+                keep(options, meta, rows)
             else:
                 rates, facts = rates_of(payload, fits)
                 meta.update(facts, rates=rates.as_dict())
@@ -181,9 +181,5 @@ def _measure(argument: dict[str, Any], ranks: Grid, worker: Worker | None, optio
 
         return plot(meta, rows, fits, options["plot"])
 
-    code = conclude(console, options, meta, rows, code, is_bad, draw)
-    if fits:
-        console.say("\ntime = latency + size / bandwidth, fitted:")
-    for each in fits:
-        console.say(f"  {tell(each)}")
-    return code
+    notes = ["\ntime = latency + size / bandwidth, fitted:"] * bool(fits) + [f"  {tell(each)}" for each in fits]
+    return conclude(console, options, meta, rows, code, is_bad, draw, notes)

@@ -18,11 +18,11 @@ from tpfused.bench.options import (
     check_options,
     conclude,
     describe_run,
+    keep,
     rounds_and_seed,
     run_on_ranks,
     select,
     settings,
-    write,
 )
 from tpfused.bench.results import Row, is_ours
 from tpfused.cli.errors import UserError
@@ -128,7 +128,7 @@ def _measure(plan: Plan, worker: Worker | None, world: int, options: Mapping[str
                 rows.extend(found)
                 progress.start(label)
                 progress.done(found)
-                write(options, meta, rows)
+                keep(options, meta, rows)
 
         code = run_on_ranks("bench model", run, plan, worker, world, on_event)
 

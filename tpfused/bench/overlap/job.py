@@ -13,11 +13,11 @@ from tpfused.bench.options import (
     check_options,
     conclude,
     describe_run,
+    keep,
     rounds_and_seed,
     run_on_ranks,
     select,
     settings,
-    write,
 )
 from tpfused.bench.overlap.cases import OPERATIONS, Case, cases
 from tpfused.bench.overlap.worker import run
@@ -74,7 +74,7 @@ def _measure(argument: dict[str, Any], worker: Worker | None, world: int, option
             else:
                 rows.extend(payload)
                 progress.done(payload)
-                write(options, meta, rows)
+                keep(options, meta, rows)
 
         code = run_on_ranks("bench overlap", run, argument, worker, world, on_event)
 
