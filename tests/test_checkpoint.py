@@ -117,8 +117,19 @@ def test_any_module_is_saved_as_its_state_dict_in_memory_of_its_own():
 
 
 def test_a_model_on_the_meta_device_is_refused():
+    for call in (full_state_dict, lambda model: full_optimizer_state(model, meta_sgd(model))):
+        with pytest.raises(ValueError, match="2 tensors are on the meta device .*nothing to save"):
+            call(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="to_empty"):
         load_full_state_dict(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2).state_dict())
+
+
+def meta_sgd(model):
+    """An SGD with momentum beside a model on the meta device, where it keeps its own."""
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    model(torch.ones(2, device="meta")).sum().backward()
+    optimizer.step()
+    return optimizer
 
 
 def check_gathered_for_forward(ctx, tp, seed):
