@@ -62,7 +62,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the
-            two is no floating-point one (all are listed), or the model is on the meta device.
+            two is no floating-point one, or no tensors (all are listed), or the model is on the meta device.
         TypeError: a model that is no nn.Module or has a sparse buffer, a state that is no mapping.
         RuntimeError: the process group that the model is split over was destroyed.
 
@@ -134,7 +134,7 @@ def load_full_optimizer_state(
     of which `state` holds nothing (it had had no gradient yet) starts afresh.
 
     Raises:
-        ValueError: names are missing, not the model's, or of another shape (all are listed), or the
+        ValueError: names are missing, not the model's, of another shape, or no tensors (all are listed), or the
             optimizer has parameters that are not the model's.
         TypeError: something else than a model, an optimizer, a mapping.
         RuntimeError: the process group that the model is split over was destroyed.
@@ -211,26 +211,33 @@ def check_state(
 ) -> None:
     """Raise one ValueError that lists every way in which `state` has not the shapes and the dtypes that are expected.
 
-    One floating-point dtype does for another. No others do: a weight of integers is a quantized one, say.
+    One floating-point dtype does for another. No others do: a weight of integers is a quantized one, say. Where no
+    dtype is expected a single number may be a plain one.
     """
     missing = [f"{name} {shape}" for name, shape in expected.items() if name not in state]
     extra = [name for name in state if name not in expected]
-    misshapen, odd = [], []
+    misshapen, odd, no_tensors = [], [], []
     for name in (name for name in expected if name in state):
         tensor = state[name]
         shape, dtype, own = shape_of(tensor), getattr(tensor, "dtype", None), dtypes.get(name)
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
         del tensor  # before the next one is read
+        if not isinstance(dtype, torch.dtype) and (own is not None or expected[name] != ()):  # numpy's are none
+            no_tensors.append(f"{name}, not {kind}")
+            continue
         if shape != expected[name]:
             misshapen.append(f"{name} {shape}, not {expected[name]}")
         if own not in (None, dtype) and not all(getattr(each, "is_floating_point", False) for each in (dtype, own)):
             odd.append(f"{name} {dtype}, not {own}")
-    if missing or extra or misshapen or odd:
+    if missing or extra or misshapen or odd or no_tensors:
         raise ValueError(
             f"the checkpoint does not fit the model: {len(missing)} tensors missing, {len(extra)} extra, "
             f"{len(misshapen)} of another shape"
             + (f", {len(odd)} of another dtype (only floating-point ones are cast)" if odd else "")
+            + (f", {len(no_tensors)} that are no tensors" if no_tensors else "")
             + "".join(f"\n  missing: {text}" for text in missing)
             + "".join(f"\n  extra: {text}" for text in extra)
             + "".join(f"\n  of another shape: {text}" for text in misshapen)
             + "".join(f"\n  of another dtype: {text}" for text in odd)
+            + "".join(f"\n  a tensor is wanted: {text}" for text in no_tensors)
         )
