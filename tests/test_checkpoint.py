@@ -123,8 +123,19 @@ def test_what_other_ranks_than_the_first_have_of_a_state_is_refused(state, error
 
 
 def test_a_model_on_the_meta_device_is_refused():
+    for call in (full_state_dict, lambda model: full_optimizer_state(model, meta_sgd(model))):
+        with pytest.raises(ValueError, match="2 tensors are on the meta device .*nothing to save"):
+            call(nn.Linear(2, 2, device="meta"))
     with pytest.raises(ValueError, match="to_empty"):
         load_full_state_dict(nn.Linear(2, 2, device="meta"), nn.Linear(2, 2).state_dict())
+
+
+def meta_sgd(model):
+    """An SGD with momentum beside a model on the meta device, where it keeps its own."""
+    optimizer = OPTIMIZERS["sgd"](model.parameters())
+    model(torch.ones(2, device="meta")).sum().backward()
+    optimizer.step()
+    return optimizer
 
 
 def check_gathered_for_forward(ctx, tp, seed):
@@ -232,8 +243,13 @@ def test_floating_point_dtypes_are_cast_and_no_others():
         "  of another dtype: weight torch.int32, not torch.float32",
         "  of another dtype: num_batches_tracked torch.float32, not torch.int64",
     ]
-    with pytest.raises(ValueError, match="num_batches_tracked None, not torch.int64"):  # which is no tensor
-        load_full_state_dict(model, state | {"num_batches_tracked": 1})
+    no_tensors = {"num_batches_tracked": 1, "weight": state["weight"].numpy()}
+    with pytest.raises(ValueError) as raised:
+        load_full_state_dict(model, state | no_tensors)
+    assert str(raised.value).splitlines()[1:] == [
+        "  a tensor is wanted: weight, not numpy.ndarray",
+        "  a tensor is wanted: num_batches_tracked, not int",
+    ]
     assert_equal(model.state_dict(), before)
     load_full_state_dict(model, state | {"weight": state["weight"].bfloat16(), "bias": state["bias"].double()})
     assert_equal(model.state_dict(), state)

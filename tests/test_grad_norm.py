@@ -2,7 +2,9 @@
 
 import itertools
 import math
+from fractions import Fraction
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -195,3 +197,52 @@ def test_arguments_of_another_kind_are_named():
             clip_grad_norm_(*arguments)
     assert torch.equal(weight.grad, torch.ones(2))
     assert clip_grad_norm_(weight, 1.0, "inf") == 1.0  # as torch's function takes it
+
+
+@pytest.mark.parametrize(
+    "max_norm",
+    [
+        math.nan,
+        -1.0,
+        -1,
+        -math.inf,
+        torch.tensor(-1.0),
+        pytest.param(10**400, id="10**400"),
+        Fraction(10**400),
+    ],
+)
+def test_a_max_norm_that_makes_no_sense_is_named(max_norm):
+    with pytest.raises(ValueError, match="max_norm .*(-1.0|nan|-inf|1329 bits)"):
+        clip_grad_norm_(with_gradients(torch.float32), max_norm)
+
+
+@pytest.mark.parametrize("number", [np.float32, np.float16, np.int64, torch.tensor])
+def test_numbers_of_other_libraries(number):
+    (param,) = with_gradients(torch.float32)
+    expected = param.grad * 2 / param.grad.norm()
+    clip_grad_norm_(param, number(2), number(2))
+    torch.testing.assert_close(param.grad, expected)
+
+
+@pytest.mark.parametrize("norm_type", [2.0, math.inf, 1.0])
+@pytest.mark.parametrize("ids", [[], [1], [1, 1, 2]])
+def test_sparse_gradients_are_clipped_as_torch_does(norm_type, ids):
+    own, theirs = [], []
+    for params in (own, theirs):
+        torch.manual_seed(5)
+        embedding, head = nn.Embedding(3, 3, sparse=True), nn.Linear(3, 2)
+        (head(embedding(torch.tensor(ids, dtype=torch.int64))).square().sum() + head.bias.sum()).backward()
+        params += [*embedding.parameters(), *head.parameters()]
+    theirs[0].grad = theirs[0].grad.to_dense()  # torch's takes no empty sparse one
+    expected = nn.utils.clip_grad_norm_(theirs, 0.5, norm_type)
+    torch.testing.assert_close(clip_grad_norm_(own, 0.5, norm_type), expected)
+    assert own[0].grad.is_sparse
+    for mine, its in zip(own, theirs, strict=True):
+        torch.testing.assert_close(mine.grad.to_dense(), its.grad)
+
+
+def test_gradients_of_other_layouts_are_named():
+    weight = nn.Parameter(torch.eye(3).to_sparse_csr())
+    weight.grad = torch.eye(3).to_sparse_csr()
+    with pytest.raises(TypeError, match=r"gradient of shape \(3, 3\) is torch.sparse_csr"):
+        clip_grad_norm_(weight, 1.0)

@@ -8,16 +8,28 @@ FSDP2, torch.compile. A parameter used in two places (tied embeddings) is writte
 Besides the result, one tensor at a time is whole on each rank.
 """
 
-from collections.abc import Iterable, Iterator, Mapping
-from typing import NamedTuple
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfused.agreement import together
 from tpfused.checks import check_module
-from tpfused.packing import Packing
-from tpfused.placement import gather_whole, local, own_box, own_part, splits, whole_shape
+from tpfused.parts import (
+    Entry,
+    Part,
+    agree_on_parts,
+    check_dense_entries,
+    copy_on_cpu,
+    model_entries,
+    model_parts,
+    save_part,
+    shape_of,
+)
+from tpfused.placement import groups_of, local, own_part, splits
 
 
 @torch.no_grad()
@@ -26,10 +38,17 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Collective: every rank calls it. Rank 0 of the default process group gets the result, the others an
     empty dict.
+
+    Raises:
+        ValueError: tensors on the meta device, models that differ between ranks or are split differently.
+        TypeError: a model that is no nn.Module, a sparse buffer.
+        RuntimeError: the process group that the model is split over was destroyed.
+
+        On every rank, where it concerns one.
     """
     state = {}
-    for entry in model_entries(model):
-        save_entry(entry, entry.tensor, entry.names, state)
+    for part in agree_on_parts(partial(model_parts, model), "full_state_dict"):
+        save_part(part, state)
     return state
 
 
@@ -43,23 +62,32 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the
-            two is no floating-point one (all are listed), or the model is on the meta device. Nothing has
-            changed then.
-        TypeError: a model that is no nn.Module, a state that is no mapping.
+            two is no floating-point one, or no tensors (all are listed), or the model is on the meta device.
+        TypeError: a model that is no nn.Module or has a sparse buffer, a state that is no mapping.
+        RuntimeError: the process group that the model is split over was destroyed.
+
+        On every rank that the model is split over, where it concerns one. Nothing has changed then, on any.
     """
+    check_module(model)
+    for entry in together(partial(_fitting, model, state), groups_of(model), "load_full_state_dict"):
+        _load(entry, entry.tensor, [state[name] for name in entry.names])
+
+
+def _fitting(model: nn.Module, state: Mapping[str, Tensor]) -> list[Entry]:
+    """All that `state` has values for."""
     entries = list(model_entries(model))
     _check_mapping(state)
     if not state and entries:
         raise ValueError(
             "the state is empty: full_state_dict gives it to rank 0 only, and every rank needs the whole of it here"
         )
+    check_dense_entries(entries, "load_full_state_dict")
     shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
     check_state(state, shapes, {name: entry.tensor.dtype for entry in entries for name in entry.names})
     on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
     if on_meta:
         raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): call to_empty() first")
-    for entry in entries:
-        _load(entry, entry.tensor, [state[name] for name in entry.names])
+    return entries
 
 
 @torch.no_grad()
@@ -71,22 +99,29 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     Collective, with the result on rank 0 only, as for `full_state_dict`.
 
     Raises:
-        ValueError: the optimizer has parameters that are not the model's, or keeps tensors of another shape.
+        ValueError: the optimizer has parameters that are not the model's, or keeps tensors of another shape; what
+            `full_state_dict` refuses, as it does.
+        TypeError, RuntimeError: as `full_state_dict`; something else than an optimizer.
     """
     state = {}
+    for part in agree_on_parts(partial(_optimizer_parts, model, optimizer), "full_optimizer_state"):
+        save_part(part, state)
+    return state
+
+
+def _optimizer_parts(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[Part]:
+    parts = []
     for entry in (entry for group in _optimizer_entries(model, optimizer) for entry in group):
         for key, value in optimizer.state.get(entry.tensor, {}).items():
-            names = [f"{name}.{key}" for name in entry.names]
-            if _shape(value) == _shape(entry.tensor):
-                save_entry(entry, value, names, state)
-            elif _shape(value) != ():
+            names = tuple(f"{name}.{key}" for name in entry.names)
+            if shape_of(value) not in ((), shape_of(entry.tensor)):
                 raise ValueError(
-                    f"{names[0]} has shape {_shape(value)}: neither a single number nor its parameter's "
-                    f"shape {_shape(entry.tensor)}"
+                    f"{names[0]} has shape {shape_of(value)}: neither a single number nor its parameter's "
+                    f"shape {shape_of(entry.tensor)}"
                 )
-            elif value is not None and _keeps_result():
-                state.update((name, _copy_on_cpu(value)) for name in names)
-    return state
+            if value is not None:
+                parts.append(Part(names, entry, value))
+    return parts
 
 
 @torch.no_grad()
@@ -99,10 +134,23 @@ def load_full_optimizer_state(
     of which `state` holds nothing (it had had no gradient yet) starts afresh.
 
     Raises:
-        ValueError: names are missing, not the model's, or of another shape (all are listed), or the optimizer
-            has parameters that are not the model's. Nothing has changed then.
+        ValueError: names are missing, not the model's, of another shape, or no tensors (all are listed), or the
+            optimizer has parameters that are not the model's.
         TypeError: something else than a model, an optimizer, a mapping.
+        RuntimeError: the process group that the model is split over was destroyed.
+
+        On every rank that the model is split over, where it concerns one. Nothing has changed then, on any.
     """
+    check_module(model)
+    restored = together(partial(_restored, model, optimizer, state), groups_of(model), "load_full_optimizer_state")
+    # The optimizer's own method knows on which device each number must live (a fused Adam's step, say).
+    optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
+
+
+def _restored(
+    model: nn.Module, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor | float]
+) -> dict[int, dict[str, Tensor | float]]:
+    """What this rank's optimizer is to keep, by the parameters' numbers in it."""
     _check_mapping(state)
     saved_keys = {}  # by parameter name
     for name in state:
@@ -117,7 +165,7 @@ def load_full_optimizer_state(
     expected = {}
     for entry, keys in slots:
         for key in keys:
-            number = _shape(state.get(f"{entry.names[0]}.{key}", entry.tensor)) == ()
+            number = shape_of(state.get(f"{entry.names[0]}.{key}", entry.tensor)) == ()
             expected |= {f"{name}.{key}": () if number else shape for name, shape in entry.shapes().items()}
     check_state(state, expected, {})  # of any dtype: an optimizer may keep others than its parameters'
 
@@ -125,68 +173,13 @@ def load_full_optimizer_state(
     for index, (entry, keys) in enumerate(slots):
         for key in keys:
             values = [state[f"{name}.{key}"] for name in entry.names]
-            if _shape(values[0]) == ():
-                value = _copy_on_cpu(values[0])
+            if shape_of(values[0]) == ():
+                value = copy_on_cpu(values[0])
             else:
                 value = torch.empty_like(entry.tensor)
                 _load(entry, value, values)
             restored.setdefault(index, {})[key] = value
-    # The optimizer's own method knows on which device each number must live (a fused Adam's step, say).
-    optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
-
-
-class Entry(NamedTuple):
-    """A parameter or buffer of this rank, and what it is called in a checkpoint."""
-
-    names: tuple[str, ...]  # of each of the tensors packed in it; one where it is not packed
-    tensor: Tensor
-    packing: Packing | None
-
-    def unpack(self, whole: Tensor) -> tuple[Tensor, ...]:
-        return (whole,) if self.packing is None else self.packing.unpack(whole)
-
-    def pack(self, wholes: list[Tensor]) -> Tensor:
-        return wholes[0] if self.packing is None else self.packing.pack(wholes)
-
-    def read(self, sources: list[Tensor]) -> Tensor:
-        """This rank's part, from the whole tensors of `names` or what is sliced like them: no more of them is read."""
-        box = own_box(whole_shape(self.tensor), splits(self.tensor))
-        return sources[0][box] if self.packing is None else self.packing.read(sources, box)
-
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        wholes = self.unpack(torch.empty(whole_shape(self.tensor), device="meta"))
-        return {name: _shape(whole) for name, whole in zip(self.names, wholes, strict=True)}
-
-
-def model_entries(model: nn.Module, *, tied_again: bool = False) -> Iterator[Entry]:
-    """In the same order on every rank; a tied one once, under its first name, or under each (`tied_again`)."""
-    check_module(model)
-    packed = {}  # path of a packed child -> its packing and the paths of what it holds
-    seen = set()
-    for path, module in _walk(model, ()):
-        hidden = [name for name in getattr(module, "_shards", ()) if module._parameters.get(name) is None]
-        if hidden:
-            raise ValueError(f"{'.'.join((*path, hidden[0]))} is parametrized or pruned; make that permanent first")
-        for child, packing in getattr(module, "packed_children", {}).items():
-            packed[*path, child] = packing, [(*path, name) for name in packing.names]
-        packing, paths = packed.get(path, (getattr(module, "stored_as", None), [path]))
-        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
-        for name, tensor in (module._parameters | persistent).items():
-            if tensor is not None and (tied_again or id(tensor) not in seen):
-                seen.add(id(tensor))
-                yield Entry(tuple(".".join((*path, name)) for path in paths), tensor, packing)
-
-
-def _walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
-    """All modules, parents first, with their paths as they would be without wrappers."""
-    from torch.distributed.fsdp import FSDPModule
-
-    if isinstance(module, FSDPModule):
-        module.reshard()  # a forward without backward may have left gathered parameters in place
-    yield path, module
-    for name, child in module.named_children():
-        wrapped = name == "_orig_mod" or isinstance(module, nn.parallel.DistributedDataParallel)
-        yield from _walk(child, path if wrapped else (*path, name))
+    return restored
 
 
 def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[list[Entry]]:
@@ -201,27 +194,9 @@ def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
     return [[entries[id(param)] for param in group["params"]] for group in optimizer.param_groups]
 
 
-def save_entry(entry: Entry, part: Tensor, names: Iterable[str], state: dict) -> None:
-    """Put `part`, which is split as the entry's tensor is, whole into `state`. Collective."""
-    whole = gather_whole(local(part), splits(entry.tensor))
-    if _keeps_result():
-        state.update(zip(names, map(_copy_on_cpu, entry.unpack(whole)), strict=True))
-
-
 def _load(entry: Entry, part: Tensor, wholes: list[Tensor]) -> None:
     """Fill `part`, which is split as the entry's tensor is, in place."""
     local(part).copy_(own_part(entry.pack(wholes), splits(entry.tensor)))
-
-
-def _keeps_result() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _copy_on_cpu(value: Tensor | float) -> Tensor | float:
-    """A contiguous copy that shares no memory with the model; a plain number as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
 
 
 def _check_mapping(state: Mapping) -> None:
@@ -231,35 +206,38 @@ def _check_mapping(state: Mapping) -> None:
         )
 
 
-def _shape(value: object) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
-
-
 def check_state(
     state: Mapping[str, object], expected: dict[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
 ) -> None:
     """Raise one ValueError that lists every way in which `state` has not the shapes and the dtypes that are expected.
 
-    One floating-point dtype does for another. No others do: a weight of integers is a quantized one, say.
+    One floating-point dtype does for another. No others do: a weight of integers is a quantized one, say. Where no
+    dtype is expected a single number may be a plain one.
     """
     missing = [f"{name} {shape}" for name, shape in expected.items() if name not in state]
     extra = [name for name in state if name not in expected]
-    misshapen, odd = [], []
+    misshapen, odd, no_tensors = [], [], []
     for name in (name for name in expected if name in state):
         tensor = state[name]
-        shape, dtype, own = _shape(tensor), getattr(tensor, "dtype", None), dtypes.get(name)
+        shape, dtype, own = shape_of(tensor), getattr(tensor, "dtype", None), dtypes.get(name)
+        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
         del tensor  # before the next one is read
+        if not isinstance(dtype, torch.dtype) and (own is not None or expected[name] != ()):  # numpy's are none
+            no_tensors.append(f"{name}, not {kind}")
+            continue
         if shape != expected[name]:
             misshapen.append(f"{name} {shape}, not {expected[name]}")
         if own not in (None, dtype) and not all(getattr(each, "is_floating_point", False) for each in (dtype, own)):
             odd.append(f"{name} {dtype}, not {own}")
-    if missing or extra or misshapen or odd:
+    if missing or extra or misshapen or odd or no_tensors:
         raise ValueError(
             f"the checkpoint does not fit the model: {len(missing)} tensors missing, {len(extra)} extra, "
             f"{len(misshapen)} of another shape"
             + (f", {len(odd)} of another dtype (only floating-point ones are cast)" if odd else "")
+            + (f", {len(no_tensors)} that are no tensors" if no_tensors else "")
             + "".join(f"\n  missing: {text}" for text in missing)
             + "".join(f"\n  extra: {text}" for text in extra)
             + "".join(f"\n  of another shape: {text}" for text in misshapen)
             + "".join(f"\n  of another dtype: {text}" for text in odd)
+            + "".join(f"\n  a tensor is wanted: {text}" for text in no_tensors)
         )

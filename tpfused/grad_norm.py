@@ -1,11 +1,13 @@
 """Gradient clipping by the norm of the whole model's gradients, however they are split over ranks."""
 
+import math
 from collections.abc import Iterable, Sequence
+from numbers import Real
 
 import torch
 from torch import Tensor
 
-from tpfused.checks import check_boolean, check_number, check_tensor
+from tpfused.checks import check_boolean, check_tensor
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
 from tpfused.main_grad import gradient_of
@@ -31,8 +33,9 @@ def clip_grad_norm_(
     (Megatron-LM's convention; None, or zeros for hooks: see `accumulate_main_grad` of `ColumnParallelLinear`).
 
     Args:
-        parameters: one tensor or many.
-        max_norm: gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1.
+        parameters: one tensor or many. Gradients may be sparse in the COO layout, as an `nn.Embedding`'s are.
+        max_norm: gradients are multiplied by ``max_norm / (norm + 1e-6)`` where that is below 1. Numbers may be numpy's
+            or zero-dimensional tensors, too; for one on a GPU the host waits.
         norm_type: p > 0 of the p-norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: raise, changing nothing, when the norm is NaN or infinite.
 
@@ -41,14 +44,15 @@ def clip_grad_norm_(
         every rank.
 
     Raises:
-        ValueError: `norm_type` is not positive.
-        TypeError: numbers that are none, parameters that are no tensors.
-        RuntimeError: the norm is not finite and `error_if_nonfinite` is set.
+        ValueError: `norm_type` is not positive, `max_norm` is negative or NaN, or either is too large for a float.
+        TypeError: numbers that are none, parameters that are no tensors, gradients of another sparse layout.
+        RuntimeError: the norm is not finite and `error_if_nonfinite` is set, or the process group that a parameter is
+            split over was destroyed.
     """
-    check_number(max_norm, "max_norm")
-    norm_type = float("inf") if norm_type == "inf" else norm_type  # torch's function takes it so, too
-    check_number(norm_type, "norm_type")
-    norm_type = float(norm_type)
+    max_norm = _float(max_norm, "max_norm")
+    if not max_norm >= 0:
+        raise ValueError(f"max_norm must not be negative or NaN, but is {max_norm}")
+    norm_type = _float(math.inf if isinstance(norm_type, str) and norm_type == "inf" else norm_type, "norm_type")
     if not norm_type > 0:
         raise ValueError(f"norm_type must be positive, not {norm_type}")
     check_boolean(error_if_nonfinite, "error_if_nonfinite")
@@ -58,6 +62,11 @@ def clip_grad_norm_(
     for param in parameters:
         check_tensor(param, "each of the parameters")
     parameters = [param for param in parameters if gradient_of(param) is not None]
+    for grad in map(gradient_of, parameters):
+        if grad.layout not in (torch.strided, torch.sparse_coo):
+            raise TypeError(
+                f"a gradient of shape {tuple(grad.shape)} is {grad.layout}: only dense and sparse_coo ones are clipped"
+            )
     if not parameters:
         return torch.zeros(())
     total = _total_norm(parameters, norm_type)
@@ -66,10 +75,22 @@ def clip_grad_norm_(
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_dtype = {}
     for grad in map(gradient_of, parameters):
-        by_dtype.setdefault(grad.dtype, []).append(local(grad))
+        by_dtype.setdefault(grad.dtype, []).append(grad._values() if grad.is_sparse else local(grad))
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, scale.to(dtype))  # one kernel only where scale has the same dtype
     return total
+
+
+def _float(number: object, what: str) -> float:
+    """A number of Python's, of numpy's, or a zero-dimensional tensor, as torch's function takes them."""
+    if isinstance(number, Tensor) and number.ndim == 0:
+        number = number.item()
+    if not isinstance(number, Real) or isinstance(number, bool):  # numpy's are Real, too
+        raise TypeError(f"{what} must be a number, not {number!r}")
+    try:
+        return float(number)
+    except OverflowError as error:
+        raise ValueError(f"{what} is too large for a float: it has {int(number).bit_length()} bits") from error
 
 
 def _total_norm(parameters: list[Tensor], norm_type: float) -> Tensor:
@@ -110,8 +131,12 @@ def _key(group: TPGroup) -> tuple:
 
 
 def _own_gradient(param: Tensor) -> Tensor:
-    """The local part of the gradient, split as the parameter is: a DTensor's may have come as partial sums."""
+    """The local part of the gradient, split as the parameter is: a DTensor's may have come as partial sums. Of a sparse
+    one the values, those of one place added up.
+    """
     grad = gradient_of(param)
+    if grad.is_sparse:
+        return grad.coalesce().values()
     placements = getattr(grad, "placements", None)  # a main_grad may be a plain tensor, the local part already
     if placements is None or placements == param.placements:
         return local(grad)

@@ -6,15 +6,21 @@ data-parallel dimension. Taking the splits one at a time needs no such notion, a
 not divide evenly.
 """
 
+from __future__ import annotations
+
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from tpfused.collectives import gather_from_group, own_slice
-from tpfused.group import TPGroup
+from tpfused.group import TPGroup, check_exists
 from tpfused.sharding import shard_range, shard_size
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
 
 class ShardInfo(NamedTuple):
@@ -76,9 +82,9 @@ def splits(param: Tensor) -> list[ShardInfo]:
 
     Raises:
         ValueError: a DTensor whose local tensors are partial sums.
+        RuntimeError: the process group of a split was destroyed.
     """
-    info = shard_info(param)
-    found = [] if info is None else [info]
+    found = _plain_splits(param)
     placements = getattr(param, "placements", ())
     if any(placement.is_partial() for placement in placements):
         raise ValueError(f"partial sums {tuple(placements)} are not parts of a tensor; redistribute them first")
@@ -88,10 +94,50 @@ def splits(param: Tensor) -> list[ShardInfo]:
     sizes = list(param.shape)
     for mesh_dim in mesh_dims:
         mesh, dim = param.device_mesh, placements[mesh_dim].dim
-        group = TPGroup(mesh.get_group(mesh_dim), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
+        group = TPGroup(_process_group(mesh, mesh_dim), mesh.get_local_rank(mesh_dim), mesh.size(mesh_dim))
         found.append(ShardInfo(dim, sizes[dim], group))
         sizes[dim] = shard_size(sizes[dim], group.size, group.rank)
     return found
+
+
+def _plain_splits(param: Tensor) -> list[ShardInfo]:
+    info = shard_info(param)
+    if info is None:
+        return []
+    check_exists(info.group, f"a parameter of shape {tuple(param.shape)}")
+    return [info]
+
+
+def _process_group(mesh: DeviceMesh, dim: int) -> dist.ProcessGroup | None:
+    """Of one dimension of the mesh; None where that is of one rank, which needs none."""
+    if mesh.size(dim) == 1:
+        return None
+    try:
+        return mesh.get_group(dim)
+    except RuntimeError as error:  # the mesh knows its group by name only
+        raise RuntimeError(
+            f"a DTensor on dimension {dim} of a mesh: its process group of {mesh.size(dim)} ranks was destroyed"
+        ) from error
+
+
+def groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
+    """Over which the model's parameters are split or repeated: all that connect its ranks, in one order on each.
+
+    Raises:
+        RuntimeError: one was destroyed.
+    """
+    found: dict[dist.ProcessGroup, set[int]] = {}
+    for param in model.parameters():
+        mesh = getattr(param, "device_mesh", None)
+        groups = [] if mesh is None else [_process_group(mesh, dim) for dim in range(mesh.ndim)]
+        groups += [split.group.process_group for split in _plain_splits(param)]
+        found |= {group: set(dist.get_process_group_ranks(group)) for group in groups if group is not None}
+    # Large ones first: those of key-value heads, say, are inside the group of all the model.
+    kept: dict[dist.ProcessGroup, set[int]] = {}
+    for group, ranks in sorted(found.items(), key=lambda item: -len(item[1])):
+        if len(ranks) > 1 and not any(ranks <= others for others in kept.values()):
+            kept[group] = ranks
+    return list(kept)
 
 
 def own_box(shape: Sequence[int], made_by: Sequence[ShardInfo]) -> tuple[slice, ...]:

@@ -19,11 +19,19 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tpfused.agreement import attempt, by_rank, raise_together, together
-from tpfused.checkpoint import Entry, check_state, model_entries, save_entry
+from tpfused.checkpoint import check_state
 from tpfused.checks import check_module
-from tpfused.parallel.same import check_alike
 from tpfused.parameter import check_size, empty_on
-from tpfused.placement import local, shard_info, whole_shape
+from tpfused.parts import (
+    Entry,
+    Part,
+    agree_on_parts,
+    check_dense_entries,
+    model_entries,
+    model_parts,
+    save_part,
+)
+from tpfused.placement import groups_of, local
 from tpfused.sharded_files import INDEX, SINGLE, Writer, indexed
 
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"attn\.masked_bias$")  # that older checkpoints hold, and models now compute
@@ -57,14 +65,15 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
             floating-point one, the same parameter's under two names but different, or begin with other entries on
             another rank (all are listed), or are in two files; a file that is broken; buffers on the meta device that
             cannot be computed; a rank is in another call.
-        TypeError: a model that is no nn.Module, a `path` that is no str or Path.
+        TypeError: a model that is no nn.Module, a sparse buffer, a `path` that is no str or Path.
         ImportError: safetensors is not installed.
+        RuntimeError: the process group that the model is split over was destroyed.
 
         On every rank, where it concerns one. Nothing has been loaded then, on any. What a file fails with while it is
         read is raised on every rank, too, but parts have been loaded.
     """
     check_module(model)
-    groups = _groups_of(model)
+    groups = groups_of(model)
     with ExitStack() as files:
         found = together(partial(_found, model, path, files), groups, _LOAD)
         _check_same_everywhere(found, groups)
@@ -82,6 +91,7 @@ def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, St
     _check_path(path)
     copies = _by_names_of(model, _open(Path(path), files))
     entries = list(model_entries(model))
+    check_dense_entries(entries, "load_sharded")
     shapes = {name: shape for entry in entries for name, shape in entry.shapes().items()}
     dtypes = {name: entry.tensor.dtype for entry in entries for name in entry.names}
     # Under the files' names, of which one parameter may have several: each must fit.
@@ -151,22 +161,6 @@ def _read(model: nn.Module, found: dict[str, StoredTensor]) -> None:
         local(entry.tensor).copy_(entry.read([found[name] for name in entry.names]))
 
 
-def _groups_of(model: nn.Module) -> list[dist.ProcessGroup]:
-    """Over which the model's parameters are split or repeated: all that connect its ranks, in one order on each."""
-    found: dict[dist.ProcessGroup, set[int]] = {}
-    for param in model.parameters():
-        mesh, info = getattr(param, "device_mesh", None), shard_info(param)
-        groups = [] if mesh is None else [mesh.get_group(dim) for dim in range(mesh.ndim)]
-        groups += [] if info is None or info.group.process_group is None else [info.group.process_group]
-        found |= {group: set(dist.get_process_group_ranks(group)) for group in groups}
-    # Large ones first: those of key-value heads, say, are inside the group of all the model.
-    kept: dict[dist.ProcessGroup, set[int]] = {}
-    for group, ranks in sorted(found.items(), key=lambda item: -len(item[1])):
-        if len(ranks) > 1 and not any(ranks <= others for others in kept.values()):
-            kept[group] = ranks
-    return list(kept)
-
-
 @torch.no_grad()
 def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 * 2**30) -> None:
     """Write all parameters and persistent buffers, whole, as safetensors files, and the config of a transformers model.
@@ -179,26 +173,23 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     configs take their places right before the weights: a save that is cut off between leaves them with the old weights.
 
     Raises:
-        ValueError, TypeError: tensors on the meta device, a `max_file_bytes` that is no positive integer, rank 0's
-            `path` that is none, models that differ between ranks.
+        ValueError, TypeError: tensors on the meta device, sparse ones, a `max_file_bytes` that is no positive integer,
+            rank 0's `path` that is none, models that differ between ranks or are split differently.
         OSError: rank 0 could not write, and the earlier checkpoint's weights are still there; or it could not delete
             what the new one, which is whole, replaces.
         ImportError: safetensors is not installed.
+        RuntimeError: the process group that the model is split over was destroyed.
 
         On every rank, where it concerns one.
     """
     writes = not dist.is_initialized() or dist.get_rank() == 0
-    check = partial(_savable, model, path if writes else "", max_file_bytes)
-    if dist.is_initialized():
-        check_alike(check, dist.group.WORLD, "save_sharded")
-    else:
-        check()
+    parts = agree_on_parts(partial(_savable, model, path if writes else "", max_file_bytes), "save_sharded")
     writer = Writer(Path(path), max_file_bytes) if writes else None
     failure = None
-    for entry in model_entries(model):
+    for part in parts:
         state: dict[str, Tensor] = {}
         # After a failure rank 0 still gathers, which all ranks do together.
-        _, failed = attempt(save_entry, entry, entry.tensor, entry.names, state)
+        _, failed = attempt(save_part, part, state)
         if writer is not None and failed is None and failure is None:
             _, failed = attempt(writer.add, state)
         failure = failure or failed
@@ -210,8 +201,7 @@ def save_sharded(model: nn.Module, path: str | Path, *, max_file_bytes: int = 5 
     raise_together(failure, [dist.group.WORLD] if dist.is_initialized() else [], "save_sharded")
 
 
-def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[str]:
-    """What is in the model, in words."""
+def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[Part]:
     _check_safetensors("save_sharded")
     _check_path(path)
     check_size(max_file_bytes, "max_file_bytes")
@@ -220,11 +210,7 @@ def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[st
             "save_sharded writes what plain transformers loads, which a model with peft's adapters is not: "
             "full_state_dict gives all of its tensors by peft's names"
         )
-    entries = list(model_entries(model))
-    on_meta = [entry.names[0] for entry in entries if entry.tensor.is_meta]
-    if on_meta:
-        raise ValueError(f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save")
-    return [f"{entry.names[0]} {list(whole_shape(entry.tensor))} {entry.tensor.dtype}" for entry in entries]
+    return model_parts(model)
 
 
 def _check_path(path: object) -> None:

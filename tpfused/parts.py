@@ -1,0 +1,177 @@
+"""This rank's parts of a model's tensors, what they are called in a checkpoint, and how they become whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from tpfused.agreement import by_rank
+from tpfused.checks import check_dense, check_module, kind_of
+from tpfused.packing import Packing
+from tpfused.parallel.same import check_alike
+from tpfused.placement import gather_whole, local, own_box, splits, whole_shape
+
+
+class Entry(NamedTuple):
+    """A parameter or buffer of this rank, and what it is called in a checkpoint."""
+
+    names: tuple[str, ...]  # of each of the tensors packed in it; one where it is not packed
+    tensor: Tensor
+    packing: Packing | None
+
+    def unpack(self, whole: Tensor) -> tuple[Tensor, ...]:
+        return (whole,) if self.packing is None else self.packing.unpack(whole)
+
+    def pack(self, wholes: list[Tensor]) -> Tensor:
+        return wholes[0] if self.packing is None else self.packing.pack(wholes)
+
+    def read(self, sources: list[Tensor]) -> Tensor:
+        """This rank's part, from the whole tensors of `names` or what is sliced like them: no more of them is read."""
+        box = own_box(whole_shape(self.tensor), splits(self.tensor))
+        return sources[0][box] if self.packing is None else self.packing.read(sources, box)
+
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        wholes = self.unpack(torch.empty(whole_shape(self.tensor), device="meta"))
+        return {name: shape_of(whole) for name, whole in zip(self.names, wholes, strict=True)}
+
+
+class Part(NamedTuple):
+    """What is to be put together from all ranks, and under which names."""
+
+    names: tuple[str, ...]
+    entry: Entry
+    value: Tensor | float  # split as the entry's tensor is, unless it is a number
+
+    @property
+    def is_number(self) -> bool:
+        """A single one beside a tensor, the same on each rank."""
+        return shape_of(self.value) != shape_of(self.entry.tensor)
+
+
+def model_parts(model: nn.Module) -> list[Part]:
+    return [Part(entry.names, entry, entry.tensor) for entry in model_entries(model)]
+
+
+def agree_on_parts(find: Callable[[], list[Part]], call: str) -> list[Part]:
+    """What `find` gives here, once it has given the same, split in the same way, on all ranks of the default group, and
+    all of it can be gathered.
+
+    Raises:
+        ValueError: tensors on the meta device, others on another rank, or others' parts.
+        TypeError: sparse tensors.
+        Exception: what `find` raises.
+
+        On every rank, where it concerns one.
+    """
+    parts: list[Part] = []
+    groups: list[list[int]] = []  # the ranks of those that tensors are split over
+
+    def describe() -> list[str]:
+        parts.extend(find())
+        on_meta = [part.names[0] for part in parts if getattr(part.value, "is_meta", False)]
+        if on_meta:
+            raise ValueError(
+                f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save"
+            )
+        for part in parts:
+            if isinstance(part.value, Tensor):
+                check_dense(local(part.value), call, part.names[0])
+        return [_describe(part, groups) for part in parts]
+
+    if not dist.is_initialized():
+        describe()
+        return parts
+    check_alike(describe, dist.group.WORLD, call)
+    if groups:  # as many on each rank, by the descriptions
+        of_all = by_rank(groups, dist.group.WORLD, call)
+        for rank, own in of_all.items():
+            for index, ranks in enumerate(own):
+                odd = next((member for member in ranks if of_all[member][index] != ranks), None)
+                if odd is not None:
+                    raise ValueError(
+                        f"the ranks split the model over different groups: rank {rank} over the ranks {ranks}, but "
+                        f"rank {odd} over {of_all[odd][index]}"
+                    )
+    return parts
+
+
+def _describe(part: Part, groups: list[list[int]]) -> str:
+    """In the same words on ranks that belong together. `groups`: those met so far, which is their number in the words,
+    as their ranks are others in another tensor-parallel group.
+    """
+    tensor = part.entry.tensor
+    if part.is_number:
+        return f"{part.names[0]} {kind_of(part.value)}"
+    text = f"{part.names[0]} {list(whole_shape(tensor))} {kind_of(part.value)}"
+    for dim, _, group in splits(tensor):
+        if group.size > 1:
+            ranks = dist.get_process_group_ranks(group.process_group)
+            if ranks not in groups:
+                groups.append(ranks)
+            text += f", dimension {dim} in {group.size} parts over its group {groups.index(ranks)}"
+    return text
+
+
+def check_dense_entries(entries: Iterable[Entry], call: str) -> None:
+    for entry in entries:
+        check_dense(local(entry.tensor), call, entry.names[0])
+
+
+def model_entries(model: nn.Module, *, tied_again: bool = False) -> Iterator[Entry]:
+    """In the same order on every rank; a tied one once, under its first name, or under each (`tied_again`)."""
+    check_module(model)
+    packed = {}  # path of a packed child -> its packing and the paths of what it holds
+    seen = set()
+    for path, module in _walk(model, ()):
+        hidden = [name for name in getattr(module, "_shards", ()) if module._parameters.get(name) is None]
+        if hidden:
+            raise ValueError(f"{'.'.join((*path, hidden[0]))} is parametrized or pruned; make that permanent first")
+        for child, packing in getattr(module, "packed_children", {}).items():
+            packed[*path, child] = packing, [(*path, name) for name in packing.names]
+        packing, paths = packed.get(path, (getattr(module, "stored_as", None), [path]))
+        persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
+        for name, tensor in (module._parameters | persistent).items():
+            if tensor is not None and (tied_again or id(tensor) not in seen):
+                seen.add(id(tensor))
+                yield Entry(tuple(".".join((*path, name)) for path in paths), tensor, packing)
+
+
+def _walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], nn.Module]]:
+    """All modules, parents first, with their paths as they would be without wrappers."""
+    from torch.distributed.fsdp import FSDPModule
+
+    if isinstance(module, FSDPModule):
+        module.reshard()  # a forward without backward may have left gathered parameters in place
+    yield path, module
+    for name, child in module.named_children():
+        wrapped = name == "_orig_mod" or isinstance(module, nn.parallel.DistributedDataParallel)
+        yield from _walk(child, path if wrapped else (*path, name))
+
+
+def save_part(part: Part, state: dict[str, Tensor | float]) -> None:
+    """Put it whole into `state`. Collective."""
+    if part.is_number:
+        wholes = [part.value] * len(part.names)
+    else:
+        wholes = part.entry.unpack(gather_whole(local(part.value), splits(part.entry.tensor)))
+    if _keeps_result():
+        state.update(zip(part.names, map(copy_on_cpu, wholes), strict=True))
+
+
+def _keeps_result() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def copy_on_cpu(value: Tensor | float) -> Tensor | float:
+    """A contiguous copy that shares no memory with the model; a plain number as it is."""
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty(value.shape, dtype=value.dtype).copy_(value)
+
+
+def shape_of(value: object) -> tuple[int, ...]:
+    return tuple(getattr(value, "shape", ()))
