@@ -36,6 +36,12 @@ def test_the_plain_path_and_why():
     assert rows[0].endswith("plain PyTorch  the tensors are on the CPU")
 
 
+def test_attention_to_a_cache():
+    sizes = {"vocab_size": 8, "hidden_size": 8, "num_layers": 1, "num_heads": 2, "ffn_size": 8, "max_positions": 8}
+    tpfused.ParallelTransformer(tpfused.TransformerConfig(**sizes)).generate(torch.zeros(1, 2, dtype=torch.int64), 2)
+    assert told()["attention to a cache"].why == "the tensors are on the CPU"
+
+
 def test_kernels(monkeypatch):
     """Each kind once, however often it runs."""
     monkeypatch.setattr(backend, "why_plain", lambda x, backend: "")
