@@ -2,7 +2,6 @@
 
 import itertools
 import math
-from fractions import Fraction
 
 import numpy as np
 import pytest
@@ -208,11 +207,10 @@ def test_arguments_of_another_kind_are_named():
         -math.inf,
         torch.tensor(-1.0),
         pytest.param(10**400, id="10**400"),
-        Fraction(10**400),
     ],
 )
 def test_a_max_norm_that_makes_no_sense_is_named(max_norm):
-    with pytest.raises(ValueError, match="max_norm .*(-1.0|nan|-inf|1329 bits)"):
+    with pytest.raises(ValueError, match="max_norm .*(-1.0|nan|-inf|no float can hold)"):
         clip_grad_norm_(with_gradients(torch.float32), max_norm)
 
 

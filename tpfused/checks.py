@@ -74,14 +74,11 @@ def check_module(model: nn.Module) -> None:
 def check_input(x: Tensor, features: int, weight: Tensor, layer: str, part_of: int | None = None) -> None:
     """`x` is ``[..., features]``, this rank's of `part_of` if given, on the weight's device and of its dtype (any of 16
     or 32 bits under autocast)."""
-    check_tensor(x, f"{layer}: the input")
     check_dense(x, layer, "the input")
     if x.ndim < 1 or x.shape[-1] != features:
-        part = (
-            ""
-            if part_of in (None, features)
-            else f", this rank's part of {part_of} as a column-parallel layer leaves it"
-        )
+        part = ""
+        if part_of not in (None, features):
+            part = f", this rank's part of {part_of} as a column-parallel layer leaves it"
         raise ValueError(
             f"{layer}: expected an input of {features} features in its last dimension{part}, got shape {tuple(x.shape)}"
         )
@@ -94,7 +91,6 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str, part_of: i
 
 def check_logits(logits: Tensor, vocab_size: int | None, operation: str) -> None:
     """`logits` is ``[..., vocabulary shard]``, floating; how wide, `tpfused.layers.vocabulary` compares."""
-    check_tensor(logits, f"{operation}: logits")
     check_dense(logits, operation, "the logits")
     if vocab_size is not None:
         check_size(vocab_size, f"{operation}: vocab_size")
@@ -119,7 +115,9 @@ def check_eps(eps: float, what: str) -> None:
 
 
 def check_dense(x: Tensor, layer: str, what: str) -> None:
-    """Refuse what this rank can't compute with as it is: a sparse or nested tensor, or a DTensor."""
+    """Refuse what this rank can't compute with as it is: what is no tensor, a sparse or nested one, or a DTensor."""
+    if not isinstance(x, Tensor):
+        check_tensor(x, f"{layer}: {what}")
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{layer}: {what} must be a dense tensor, not a {kind} one")
@@ -134,7 +132,6 @@ def check_floating(x: Tensor, layer: str, what: str) -> None:
 
 def check_residual(residual: Tensor, shape: Sequence[int], x: Tensor, layer: str) -> None:
     """`residual` has the `shape` of what it is added to, or it would be broadcast; it is on x's device."""
-    check_tensor(residual, f"{layer}: the residual")
     check_dense(residual, layer, "the residual")
     if residual.shape != shape or residual.device != x.device:
         raise ValueError(
@@ -149,7 +146,6 @@ def _are_cast(x: Tensor, other: Tensor) -> bool:
 
 def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: str) -> None:
     """`weight` is ``[n, k]``, `x` as `check_input` says of k features, and `bias` ``[n]``, like the weight."""
-    check_tensor(weight, f"{operation}: the weight")
     check_dense(weight, operation, "the weight")
     if weight.ndim != 2:
         raise ValueError(
@@ -162,7 +158,6 @@ def check_operands(x: Tensor, weight: Tensor, bias: Tensor | None, operation: st
 
 def check_vector(x: Tensor, weight: Tensor, operation: str, what: str) -> None:
     """`x` is ``[n]``, like the weight ``[n, k]``."""
-    check_tensor(x, f"{operation}: {what}")
     check_dense(x, operation, what)
     if x.shape != weight.shape[:1]:
         raise ValueError(

@@ -2,12 +2,12 @@
 
 import math
 from collections.abc import Iterable, Sequence
-from numbers import Real
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from tpfused.checks import check_boolean, check_tensor
+from tpfused.checks import check_boolean, check_number, check_tensor
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
 from tpfused.main_grad import gradient_of
@@ -85,12 +85,10 @@ def _float(number: object, what: str) -> float:
     """A number of Python's, of numpy's, or a zero-dimensional tensor, as torch's function takes them."""
     if isinstance(number, Tensor) and number.ndim == 0:
         number = number.item()
-    if not isinstance(number, Real) or isinstance(number, bool):  # numpy's are Real, too
-        raise TypeError(f"{what} must be a number, not {number!r}")
-    try:
-        return float(number)
-    except OverflowError as error:
-        raise ValueError(f"{what} is too large for a float: it has {int(number).bit_length()} bits") from error
+    if isinstance(number, np.number):
+        number = number.item()
+    check_number(number, what)
+    return float(number)
 
 
 def _total_norm(parameters: list[Tensor], norm_type: float) -> Tensor:

@@ -136,7 +136,7 @@ def _warn_of_other_processes(world: str) -> None:
     if world != "1":
         warnings.warn(
             f"tpfused: WORLD_SIZE is {world}, but torch.distributed.init_process_group has not been called: each "
-            f"process makes layers of its own, not split. Call it first, or pass group=",
+            f"process makes layers of its own, not split. Call it first",
             stacklevel=3,
         )
 

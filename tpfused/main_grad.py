@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tpfused.autograd import once_differentiable
-from tpfused.placement import is_dtensor, local
+from tpfused.placement import local
 
 
 def gradient_of(param: Tensor) -> Tensor | None:
@@ -43,11 +43,9 @@ def check_main_grad(main_grad: Tensor | None, weight: Tensor, what: str) -> None
     """
     if main_grad is None:
         return
-    if not isinstance(main_grad, Tensor):
-        raise TypeError(f"{what}: main_grad must be a tensor, not {type(main_grad).__name__}")
-    if main_grad.layout is not torch.strided or main_grad.is_nested or is_dtensor(main_grad):
-        kind = f"{type(main_grad).__name__} ({main_grad.layout})"
-        raise TypeError(f"{what}: main_grad must be a dense tensor of this rank's, not a {kind}")
+    from tpfused.checks import check_dense  # which needs this module
+
+    check_dense(main_grad, what, "main_grad")
     if main_grad.dtype != torch.float32:
         raise TypeError(f"{what}: main_grad must be float32, not {main_grad.dtype}")
     if main_grad.shape != weight.shape or main_grad.device != weight.device:

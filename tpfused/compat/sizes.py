@@ -5,27 +5,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tpfused.checks import check_dense, check_tensor
-
-
-def check_given(x: Tensor, function: str) -> None:
-    """A dense tensor of this rank.
-
-    Raises:
-        TypeError
-    """
-    check_tensor(x, f"{function}: the input")
-    check_dense(x, function, "the input")
+from tpfused.checks import check_dense
 
 
 def size_of(x: Tensor, dim: int, function: str) -> int:
     """Of `x` along `dim`.
 
     Raises:
-        TypeError: as `check_given`.
+        TypeError: it is no dense tensor of this rank.
         ValueError: it has no dimensions.
     """
-    check_given(x, function)
+    check_dense(x, function, "the input")
     if not x.ndim:
         raise ValueError(f"{function}: the input has no dimensions, and {dim} is to be one")
     return x.shape[dim]

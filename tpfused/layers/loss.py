@@ -158,7 +158,6 @@ def _check_arguments(logits: Tensor, target: Tensor, *options: Any) -> None:
 
 
 def check_target(target: Tensor) -> None:
-    checks.check_tensor(target, "labels")
     checks.check_dense(target, "vocab_parallel_cross_entropy", "the labels")
     if target.dtype != torch.int64:
         raise TypeError(f"labels must be int64 class indices, not {target.dtype}")

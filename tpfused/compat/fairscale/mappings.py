@@ -9,22 +9,23 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpfused import collectives
+from tpfused.checks import check_dense
 from tpfused.compat.asserted import divide
 from tpfused.compat.fairscale.initialize import get_model_parallel_group as get_model_parallel_group
 from tpfused.compat.fairscale.initialize import tp_group
 from tpfused.compat.fairscale.utils import split_tensor_along_last_dim as split_tensor_along_last_dim
-from tpfused.compat.sizes import check_given, size_of
+from tpfused.compat.sizes import size_of
 
 
 def copy_to_model_parallel_region(input_: Tensor) -> Tensor:
     """`input_`, whole on each rank, as it is. Its gradient is all-reduced."""
-    check_given(input_, "copy_to_model_parallel_region")
+    check_dense(input_, "copy_to_model_parallel_region", "the input")
     return collectives.copy_to_group(input_, tp_group())
 
 
 def reduce_from_model_parallel_region(input_: Tensor) -> Tensor:
     """The sum over the ranks of each one's `input_`. Its gradient passes as it is."""
-    check_given(input_, "reduce_from_model_parallel_region")
+    check_dense(input_, "reduce_from_model_parallel_region", "the input")
     return collectives.reduce_from_group(input_, tp_group())
 
 

@@ -12,6 +12,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
+from tpfused.checks import check_dense
 from tpfused.collectives import (
     all_gather_tokens,
     copy_to_group,
@@ -22,7 +23,7 @@ from tpfused.collectives import (
 )
 from tpfused.compat.asserted import divide
 from tpfused.compat.megatron.megatrons_own import names_of
-from tpfused.compat.sizes import check_given, size_of
+from tpfused.compat.sizes import size_of
 from tpfused.group import TPGroup, resolve_group
 
 
@@ -40,13 +41,13 @@ def check_divides(x: Tensor, dim: int, group: TPGroup, what: str) -> None:
 
 def copy_to_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The same; the gradient is all-reduced."""
-    check_given(input_, "copy_to_tensor_model_parallel_region")
+    check_dense(input_, "copy_to_tensor_model_parallel_region", "the input")
     return copy_to_group(input_, find_group(group))
 
 
 def reduce_from_tensor_model_parallel_region(input_: Tensor, group: dist.ProcessGroup | None = None) -> Tensor:
     """The sum over the ranks; the gradient is the same."""
-    check_given(input_, "reduce_from_tensor_model_parallel_region")
+    check_dense(input_, "reduce_from_tensor_model_parallel_region", "the input")
     return reduce_from_group(input_, find_group(group))
 
 
