@@ -15,21 +15,37 @@ constexpr int small_threads = 512;  // of a block
 __device__ inline int4 read(const char* from) { return __ldcg(reinterpret_cast<const int4*>(from)); }
 __device__ inline void write(char* to, int4 value) { *reinterpret_cast<int4*>(to) = value; }
 
-// put(i, take(i)) for each i < count that is this thread's, of all blocks'. Four are under way at a time: one alone
-// would wait for its vector before it asks for the next.
-template <typename Take, typename Put>
-__device__ void for_each_vector(int64_t count, Take take, Put put) {
-  constexpr int ahead = 4;
+// Vectors of a thread that are read together: one alone would be waited for before the next is asked for.
+template <int Count>
+struct Batch {
+  static constexpr int count = Count;
+  int64_t first, step;
+
+  __device__ int64_t at(int i) const { return first + i * step; }
+  template <typename Work>
+  __device__ void each(Work work) const {
+#pragma unroll
+    for (int i = 0; i < count; ++i) work(i);
+  }
+};
+
+// work(batch) with each i < count that is this thread's, of all blocks'.
+template <typename Work>
+__device__ void for_each_batch(int64_t count, Work work) {
   const int64_t step = static_cast<int64_t>(gridDim.x) * small_threads;
   int64_t i = blockIdx.x * static_cast<int64_t>(small_threads) + threadIdx.x;
-  for (; i + (ahead - 1) * step < count; i += ahead * step) {
-    int4 values[ahead];
-#pragma unroll
-    for (int a = 0; a < ahead; ++a) values[a] = take(i + a * step);
-#pragma unroll
-    for (int a = 0; a < ahead; ++a) put(i + a * step, values[a]);
-  }
-  for (; i < count; i += step) put(i, take(i));
+  for (; i + 3 * step < count; i += 4 * step) work(Batch<4>{i, step});
+  for (; i < count; i += step) work(Batch<1>{i, step});
+}
+
+// put(i, take(i)) with each.
+template <typename Take, typename Put>
+__device__ void for_each_vector(int64_t count, Take take, Put put) {
+  for_each_batch(count, [&](auto batch) {
+    int4 values[batch.count];
+    batch.each([&](int a) { values[a] = take(batch.at(a)); });
+    batch.each([&](int a) { put(batch.at(a), values[a]); });
+  });
 }
 
 // What the peers write here, and where this rank writes at theirs.
@@ -58,24 +74,39 @@ struct Areas {
     return tiny[owner] + (turn * size + from) * PeerMemory::tiny_bytes + vector * 32;
   }
 
-  // One of this rank's vectors, to where all peers find it.
-  __device__ void tell_peers(uint32_t turn, int phase, int64_t vector, int4 value) const {
+  // This rank's vectors, to where all peers find them.
+  template <typename Batch>
+  __device__ void tell_peers(uint32_t turn, int phase, Batch batch, const int4* values) const {
     for (int ahead = 1; ahead < size; ++ahead) {
-      write(numbers((rank + ahead) % size, turn, phase, rank) + vector * 16, value);
+      char* to = numbers((rank + ahead) % size, turn, phase, rank);
+      batch.each([&](int a) { write(to + batch.at(a) * 16, values[a]); });
     }
   }
 
-  // All ranks' vector of the first phase, in their order, then the residual's and the bias, if there are any: `own` is
-  // this rank's, and the others' lie at `vector` of their numbers.
-  template <typename T>
-  __device__ int4 sum(uint32_t turn, int4 own, int64_t vector, const int4* residual, const T* bias) const {
-    float sums[width<T>] = {};
+  // Sums of all ranks' vectors of the first phase, in their order, then of the residual's and the bias, if there are
+  // any. The peers' lie at the batch's numbers, and so does the residual; own(a) is this rank's vector, and bias(a) is
+  // where the bias of it begins, or null.
+  template <typename T, typename Batch, typename Own, typename Bias>
+  __device__ void sum(uint32_t turn, Batch batch, Own own, const int4* residual, Bias bias, int4* values) const {
+    float sums[batch.count][width<T>] = {};
+    auto add_each = [&](auto part) {
+      int4 parts[batch.count];
+      batch.each([&](int a) { parts[a] = part(a); });
+      batch.each([&](int a) { add<T>(parts[a], sums[a]); });
+    };
     for (int from = 0; from < size; ++from) {
-      add<T>(from == rank ? own : read(numbers(rank, turn, 0, from) + vector * 16), sums);
+      const char* theirs = numbers(rank, turn, 0, from);
+      if (from == rank) {
+        add_each(own);
+      } else {
+        add_each([&](int a) { return read(theirs + batch.at(a) * 16); });
+      }
     }
-    if (residual) add<T>(residual[vector], sums);
-    add_bias(bias, sums);
-    return rounded<T>(sums);
+    if (residual) add_each([&](int a) { return residual[batch.at(a)]; });
+    batch.each([&](int a) {
+      add_bias<T>(bias(a), sums[a]);
+      values[a] = rounded<T>(sums[a]);
+    });
   }
 
   // All threads of the block have written to the peers -> all have what the peers' blocks of this number have written.

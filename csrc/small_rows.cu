@@ -8,12 +8,12 @@ namespace {
 __global__ void __launch_bounds__(small_threads) gather(Areas areas, Split split, const int4* x, int4* all) {
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
-  for_each_vector(
-      split.count(areas.rank), [&](int64_t i) { return x[i]; },
-      [&](int64_t i, int4 value) {
-        areas.tell_peers(turn, 0, i, value);
-        all[split.place(areas.rank, i)] = value;
-      });
+  for_each_batch(split.count(areas.rank), [&](auto batch) {
+    int4 values[batch.count];
+    batch.each([&](int a) { values[a] = x[batch.at(a)]; });
+    areas.tell_peers(turn, 0, batch, values);
+    batch.each([&](int a) { all[split.place(areas.rank, batch.at(a))] = values[a]; });
+  });
   areas.meet(epoch, 0);
   gather_peers(areas, split, turn, 0, all);
   areas.end(epoch);
@@ -26,7 +26,8 @@ __global__ void __launch_bounds__(small_threads)
   follow_matmul();
   scatter_parts(areas, split, turn, part);
   areas.meet(epoch, 0);
-  sum_own<T>(areas, split, turn, part, residual, bias, n, [&](int64_t i, int4 value) { y[i] = value; });
+  sum_own<T>(areas, split, turn, part, residual, bias, n,
+             [&](auto batch, const int4* sums) { batch.each([&](int a) { y[batch.at(a)] = sums[a]; }); });
   areas.end(epoch);
 }
 

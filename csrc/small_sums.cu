@@ -18,13 +18,19 @@ __global__ void __launch_bounds__(small_threads)
     one_shot(Areas areas, int4* y, const int4* part, const T* bias, int64_t vectors, int64_t n) {
   uint32_t epoch = areas.begin(), turn = epoch % 2;
   follow_matmul();
-  auto tell = [&](int64_t i, int4 value) { areas.tell_peers(turn, 0, i, value); };
-  for_each_vector(vectors, [&](int64_t i) { return part[i]; }, tell);
+  for_each_batch(vectors, [&](auto batch) {
+    int4 values[batch.count];
+    batch.each([&](int a) { values[a] = part[batch.at(a)]; });
+    areas.tell_peers(turn, 0, batch, values);
+  });
   areas.meet(epoch, 0);
-  auto sum = [&](int64_t i) {
-    return areas.sum<T>(turn, part[i], i, nullptr, bias ? bias + i * width<T> % n : nullptr);
-  };
-  for_each_vector(vectors, sum, [&](int64_t i, int4 value) { y[i] = value; });
+  for_each_batch(vectors, [&](auto batch) {
+    int4 sums[batch.count];
+    auto own = [&](int a) { return part[batch.at(a)]; };
+    auto bias_at = [&](int a) { return bias ? bias + batch.at(a) * width<T> % n : nullptr; };
+    areas.sum<T>(turn, batch, own, nullptr, bias_at, sums);
+    batch.each([&](int a) { y[batch.at(a)] = sums[a]; });
+  });
   areas.end(epoch);
 }
 
@@ -36,9 +42,9 @@ __global__ void __launch_bounds__(small_threads)
   follow_matmul();
   scatter_parts(areas, split, turn, part);
   areas.meet(epoch, 0);
-  sum_own<T>(areas, split, turn, part, nullptr, bias, n, [&](int64_t i, int4 value) {
-    y[split.place(areas.rank, i)] = value;
-    areas.tell_peers(turn, 1, i, value);
+  sum_own<T>(areas, split, turn, part, nullptr, bias, n, [&](auto batch, const int4* sums) {
+    batch.each([&](int a) { y[split.place(areas.rank, batch.at(a))] = sums[a]; });
+    areas.tell_peers(turn, 1, batch, sums);
   });
   areas.meet(epoch, 1);
   gather_peers(areas, split, turn, 1, y);

@@ -30,16 +30,19 @@ __device__ inline void scatter_parts(const Areas& areas, const Split& split, uin
   }
 }
 
-// put(i, sum) for what this rank owns, when the peers' parts of it have come. A residual, or none, lies as what it
+// put(batch, sums) for what this rank owns, when the peers' parts of it have come. A residual, or none, lies as what it
 // owns.
 template <typename T, typename Put>
 __device__ void sum_own(const Areas& areas, const Split& split, uint32_t turn, const int4* part, const int4* residual,
                         const T* bias, int64_t n, Put put) {
-  auto sum = [&](int64_t i) {
-    int64_t at = split.place(areas.rank, i);
-    return areas.sum<T>(turn, part[at], i, residual, bias ? bias + at * width<T> % n : nullptr);
-  };
-  for_each_vector(split.count(areas.rank), sum, put);
+  for_each_batch(split.count(areas.rank), [&](auto batch) {
+    int4 sums[batch.count];
+    auto place = [&](int a) { return split.place(areas.rank, batch.at(a)); };
+    auto own = [&](int a) { return part[place(a)]; };
+    auto bias_at = [&](int a) { return bias ? bias + place(a) * width<T> % n : nullptr; };
+    areas.sum<T>(turn, batch, own, residual, bias_at, sums);
+    put(batch, sums);
+  });
 }
 
 // What each peer owns, when it has come, to its place among all.
