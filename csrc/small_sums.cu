@@ -9,9 +9,9 @@ namespace tpfused {
 namespace {
 
 // With more, two-shot. Of two ranks it writes as much but adds half. Two H200, us after the matmul of so many rows of
-// 4096 in bf16, one-shot and two-shot: 512 23 and 24, 1024 40 and 37, 2048 by copies 72 and 65. One-shot in pieces,
-// some threads adding one while others write the next, took 50 for 1024.
-constexpr int64_t one_shot_bytes = 256 << 10, one_shot_bytes_of_two = 4 << 20;
+// 4096 in bf16, one-shot and two-shot: 256 14 and 18, 512 20 and 24, 1024 35 and 36, 2048 66 and 60 (by copies 72).
+// One-shot in pieces, some threads adding one while others write the next, lost: 50 for 1024, where it then took 40.
+constexpr int64_t one_shot_bytes = 256 << 10, one_shot_bytes_of_two = 8 << 20;
 
 template <typename T>
 __global__ void __launch_bounds__(small_threads)
