@@ -46,7 +46,7 @@ class GroupMemory:
         device: such as "cuda:0".
         ranks: how many the group has.
         peers: the memory that the group's other ranks write; torch's allocator does not count it.
-        workspaces: of the device's matmuls and transfers, which all groups share; torch's allocator counts them.
+        workspaces: of its matmuls and transfers; torch's allocator counts them.
     """
 
     device: str
@@ -154,11 +154,10 @@ def explain() -> Explanation:
     ``print(explain())`` shows tables, and what memory is kept; iterating gives the `Choice` of each line of the first.
     Looking costs the operations nothing, and is no collective.
     """
-    from tpfused.overlap import calls, choice, communicator  # which need the above
+    from tpfused.overlap import choice, communicator  # which need the above
 
-    workspaces = calls.workspace_bytes()
     memory = [
-        GroupMemory(str(made.device), made.size, made.peer_bytes, workspaces.get(made.device, 0))
+        GroupMemory(str(made.device), made.size, made.peer_bytes, made.workspace_bytes)
         for made in communicator.all_made()
     ]
     return Explanation(choice.made(), memory, _told.values())

@@ -195,14 +195,10 @@ def test_memory_is_compared_with_one_rank():
     assert shares == [None, None, 0.53, None, None, 0.4]
 
 
-@pytest.mark.parametrize("variant, tp, kept", [("ours", 1, 0), ("ours", 2, 11), ("dtensor", 2, 0)])
-def test_one_rank_is_not_charged_for_other_degrees_workspaces(variant, tp, kept, monkeypatch):
-    """They are a device's: those of TP 2 are there too while TP 1 is measured."""
-    here = torch.device("cuda", 0)
-    monkeypatch.setattr(worker, "workspace_bytes", lambda: {here: 10})
-    monkeypatch.setattr(worker, "peer_bytes", lambda group: 1)
-    place = SimpleNamespace(degree=Degree(tp), device=here, tp=SimpleNamespace(get_group=lambda: None))
-    assert worker._kept_bytes(variant, place) == kept
+@pytest.mark.parametrize("variant, kept", [("ours", 10), ("dtensor", 0)])
+def test_what_a_group_keeps_counts_as_ours(variant, kept, monkeypatch):
+    monkeypatch.setattr(worker, "kept_bytes", {"group": 10}.get)
+    assert worker._kept_bytes(variant, SimpleNamespace(tp=SimpleNamespace(get_group=lambda: "group"))) == kept
 
 
 @pytest.fixture

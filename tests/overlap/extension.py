@@ -152,7 +152,7 @@ class Communicator:
     tiers, handle = ("p2p", "nccl"), 1
 
     def __init__(self, tp: TPGroup):
-        self.module, self.rank, self.size = Module(tp), tp.rank, tp.size
+        self.module, self.rank, self.size, self.workspaces = Module(tp), tp.rank, tp.size, {}
 
     def reserve(self, slot_bytes: int, operation: str) -> None:
         assert slot_bytes >= 0
@@ -190,7 +190,6 @@ def stand_in() -> Iterator[None]:
         patch.setattr(torch._C, "_cuda_isCurrentStreamCapturing", lambda: False, raising=False)
         patch.setattr(calls, "WORKSPACE", dict.fromkeys(calls.WORKSPACE, 4096))
         patch.setattr(calls, "KEPT_WORKSPACE", 16384)
-        patch.setattr(calls, "_workspaces", {})
         patch.setattr(measure, "_lap", lap)
         patch.setattr(saved, "load", dict)
         patch.setattr(saved, "save", lambda place, case, us: None)

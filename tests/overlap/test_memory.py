@@ -22,19 +22,21 @@ def check_told(ctx):
     """What each group keeps, also of groups that are gone, whose memory other ranks may have open."""
     group, other = resolve_group(ctx.group(ctx.world)), dist.new_group(range(ctx.world))
     device = torch.device("cuda", 99)
-    made = SimpleNamespace(size=4, peer_bytes=20 * 2**20, device=device)
-    known = {(group.process_group, device): made, (other, device): made, (group.process_group, ctx.device): None}
-    workspaces = {(0, 1): SimpleNamespace(device=device, numel=lambda: 5 * 2**20)}
+    made, gone = (
+        SimpleNamespace(size=4, peer_bytes=20 * 2**20, workspace_bytes=10 * 2**20, device=device, process_group=each)
+        for each in (group.process_group, other)
+    )
+    known = {(group.process_group, device): made, (other, device): gone, (group.process_group, ctx.device): None}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "_communicators", known)
         patch.setattr(communicator, "_left", [])
-        patch.setattr(calls, "_workspaces", workspaces | {(0, 2): workspaces[0, 1]})
         row = GroupMemory("cuda:99", 4, 20 * 2**20, 10 * 2**20)
         assert explain().memory == (row, row)
         communicator._left.append(known.pop((other, device)))
         assert explain().memory == (row, row)
         communicator._left.clear()
         assert explain().memory == (row,)
+        assert communicator.kept_bytes(group.process_group) == 30 * 2**20 and communicator.kept_bytes(other) == 0
         text = str(Explanation([Choice("op", 1, 1, 1, "float16", 4, "p2p", "forced")], explain().memory))
         assert text.splitlines()[-1] == "4 ranks on cuda:99: 20.0 MiB that peers write, 10.0 MiB of workspaces"
     dist.destroy_process_group(other)
@@ -61,20 +63,21 @@ def test_sizes_leave_room_to_grow():
 
 def check_kept_workspaces(ctx, tp):
     """They grow with what is wanted, up to a limit, and are one a stream."""
-    x = torch.ones(1)
+    x, kept = torch.ones(1), {}
     with forced(ctx, tp, "p2p"):
-        small = calls._workspace(x, -1, 0, 5000)
-        assert calls._workspace(x, -1, 0, 4000) is small and small.numel() >= 5000
-        assert calls._workspace(x, -1, 1, 100).numel() < 200
-        known = list(calls._workspaces)
-        calls._workspace(x, -1, 7, 100, stays=False)
-        assert list(calls._workspaces) == known
-        large = calls._workspace(x, -1, 0, 9000)
-        assert large.numel() >= 9000 and calls._workspace(x, -1, 0, 100) is large
-        assert calls._workspace(x, -1, 0, calls.KEPT_WORKSPACE).numel() == calls.KEPT_WORKSPACE
-        kept = calls.workspace_bytes()[x.device]
-        assert calls._workspace(x, -1, 0, calls.KEPT_WORKSPACE + 1).numel() == calls.KEPT_WORKSPACE + 1
-        assert calls.workspace_bytes()[x.device] == kept < calls.KEPT_WORKSPACE + 200
+        small = calls._workspace(kept, x, 0, 5000)
+        assert calls._workspace(kept, x, 0, 4000) is small and small.numel() >= 5000
+        assert calls._workspace(kept, x, 1, 100).numel() < 200
+        calls._workspace(kept, x, 7, 100, stays=False)
+        assert list(kept) == [0, 1]
+        large = calls._workspace(kept, x, 0, 9000)
+        assert large.numel() >= 9000 and calls._workspace(kept, x, 0, 100) is large
+        assert calls._workspace(kept, x, 0, calls.KEPT_WORKSPACE).numel() == calls.KEPT_WORKSPACE
+        largest = kept[0]
+        assert calls._workspace(kept, x, 0, calls.KEPT_WORKSPACE + 1).numel() == calls.KEPT_WORKSPACE + 1
+        assert kept[0] is largest
+        for stream in range(10, 20):
+            assert calls._workspace(kept, x, stream, 100) is kept[stream] and len(kept) <= calls.MOST_STREAMS
 
 
 @pytest.mark.parametrize("workers", ["cpu"], indirect=True)
@@ -93,7 +96,8 @@ def check_peak(ctx, seed):
         ("whole tokens", block.place, {}),
         ("sequence parallel", block.place, {"sequence_parallel": True}),
     ):
-        calls._workspaces.clear()
+        for made in communicator.all_made():
+            made.workspaces.clear()
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()

@@ -18,8 +18,7 @@ MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of
 MOST_GATHERED, MOST_FEATURES_GATHERED = 2 * 2**20, 8 * 2**20
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
-MOST_STREAMS = 4  # that have a workspace of their own, for it is used in one stream's order
-_workspaces: dict[tuple[int, int], Tensor] = {}
+MOST_STREAMS = 4  # that have a workspace of a group's, for it is used in one stream's order
 
 Link = tuple[Communicator, str]  # and its tier
 Layout = tuple[
@@ -198,43 +197,35 @@ def _run(
     """Call the extension. In entries of x's dtype: `slot` of memory that peers write (not by NCCL), and `staged` of
     this rank's own. `n`: output features, all ranks' where they are gathered."""
     (communicator, tier), x = link, _aligned(x)
-    dtype, itemsize, device = x.dtype, x.element_size(), x.get_device()
+    dtype, itemsize = x.dtype, x.element_size()
     if tier == "nccl":
         communicator.connect_nccl(operation)
     else:
         communicator.reserve(slot * itemsize, operation)
     communicator.set_deterministic(exact[-1])
-    stream = torch._C._cuda_getCurrentRawStream(device)
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     kind = TF32 if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[dtype]
     size = WORKSPACE[kind] + staged * itemsize + 4096
-    workspace = _workspace(x, device, stream, size, stays=not plan.compiled)
+    workspace = _workspace(communicator.workspaces, x, stream, size, stays=not plan.compiled)
     getattr(communicator.module, operation)(
         communicator.handle, TIERS.index(tier), stream, workspace.data_ptr(), workspace.numel(), kind,
         plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), *weight, *more,
     )  # fmt: skip
 
 
-def _workspace(x: Tensor, device: int, stream: int, size: int, stays: bool = True) -> Tensor:
-    """At least so many bytes, for what is on `stream` next."""
+def _workspace(kept: dict[int, Tensor], x: Tensor, stream: int, size: int, stays: bool = True) -> Tensor:
+    """At least so many bytes, for what is on `stream` next: those `kept` for it, or more, which are kept then."""
     # What a graph is captured from, or compiled code lends to run before it captures, is not for others.
     if not stays or size > KEPT_WORKSPACE or torch._C._cuda_isCurrentStreamCapturing():
         return torch.empty(size, dtype=torch.uint8, device=x.device)
-    kept = _workspaces.get((device, stream))
-    if kept is None or kept.numel() < size:
-        _workspaces.pop((device, stream), None)
-        if len(_workspaces) >= MOST_STREAMS:
-            _workspaces.clear()
-        kept = torch.empty(min(rounded_up(size), KEPT_WORKSPACE), dtype=torch.uint8, device=x.device)
-        _workspaces[device, stream] = kept
-    return kept
-
-
-def workspace_bytes() -> dict[torch.device, int]:
-    """Kept on each device, for all groups: of torch's allocator."""
-    kept: dict[torch.device, int] = {}
-    for workspace in _workspaces.values():
-        kept[workspace.device] = kept.get(workspace.device, 0) + workspace.numel()
-    return kept
+    workspace = kept.get(stream)
+    if workspace is None or workspace.numel() < size:
+        kept.pop(stream, None)
+        if len(kept) >= MOST_STREAMS:
+            kept.clear()
+        workspace = torch.empty(min(rounded_up(size), KEPT_WORKSPACE), dtype=torch.uint8, device=x.device)
+        kept[stream] = workspace
+    return workspace
 
 
 def _matrix(weight: Tensor, needs: Needs | None = None, plan: Plan | None = None) -> tuple[Tensor, Layout]:

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from tpfused import extension
 from tpfused.agreement import attempt, by_rank, meet
@@ -39,6 +40,8 @@ class Communicator:
     Attributes:
         tiers: the ways that rows can travel here, the fastest first: "p2p" where peers reach each other's memory.
         members: the ranks' processes, by their hosts and numbers.
+        workspaces: of operations on each of the caller's streams. Not another group's: its operations have streams of
+            their own beside the caller's, and come from other threads between two calls of this one's.
     """
 
     def __init__(self, module, handle: int, group: TPGroup, device: torch.device):
@@ -49,6 +52,7 @@ class Communicator:
         place = boot, platform.node(), os.getpid()
         self.members = frozenset(exchange(place, self.process_group, MAKING))
         self.device = device
+        self.workspaces: dict[int, Tensor] = {}
         self._slot_bytes = 0
         self._deterministic = self._has_nccl = False
         self.set_timeout(_timeout)
@@ -97,6 +101,7 @@ class Communicator:
         """Wait for this rank's operations, and let go of the peers' memory. Each has to before any rank closes."""
         if self.handle:
             self.module.group_disconnect(self.handle)
+        self.workspaces.clear()
 
     def close(self) -> None:
         if self.handle:
@@ -120,6 +125,11 @@ class Communicator:
     def peer_bytes(self) -> int:
         """Of this rank's memory that its peers write. It is not of torch's allocator."""
         return self.module.group_peer_bytes(self.handle) if self.handle else 0
+
+    @property
+    def workspace_bytes(self) -> int:
+        """Kept from call to call: of torch's allocator."""
+        return sum(workspace.numel() for workspace in self.workspaces.values())
 
     def set_deterministic(self, wanted: bool) -> None:
         """Whether every tier is to give the same bits from now on. The same on all ranks."""
@@ -167,9 +177,14 @@ def all_made() -> list[Communicator]:
     return [*filter(None, _communicators.values()), *_left]
 
 
-def peer_bytes(process_group: dist.ProcessGroup | None = None) -> int:
-    """Of this rank's memory that its peers write, in one group or in all. It is not of torch's allocator."""
-    return sum(made.peer_bytes for made in all_made() if process_group in (None, made.process_group))
+def peer_bytes() -> int:
+    """Of this rank's memory that its peers write, in all groups. It is not of torch's allocator."""
+    return sum(made.peer_bytes for made in all_made())
+
+
+def kept_bytes(process_group: dist.ProcessGroup) -> int:
+    """What a group keeps from call to call: workspaces, and memory that peers write."""
+    return sum(made.peer_bytes + made.workspace_bytes for made in all_made() if made.process_group == process_group)
 
 
 def set_timeout(seconds: float) -> None:

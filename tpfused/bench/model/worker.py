@@ -23,8 +23,7 @@ from tpfused.bench.model.programs import Place, Program, build, build_all, place
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES
 from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
-from tpfused.overlap.calls import workspace_bytes
-from tpfused.overlap.communicator import peer_bytes
+from tpfused.overlap.communicator import kept_bytes
 from tpfused.workers import Worker
 
 MATMUL = "matmul"  # whose rate is the peak
@@ -303,13 +302,8 @@ def _peak_bytes(program: Program, call: Callable[[], None], variant: str, place:
 
 
 def _kept_bytes(variant: str, place: Place) -> int:
-    """Ours from call to call: the workspaces, and what peers write, which is not from torch's allocator.
-
-    None of one rank's, which has no peers: the workspaces are a device's, so those that it has are of other degrees.
-    """
-    if variant != "ours" or place.degree.tp == 1:
-        return 0
-    return peer_bytes(place.tp.get_group()) + workspace_bytes().get(place.device, 0)
+    """Ours from call to call, from before `used` is counted: workspaces and what peers write."""
+    return kept_bytes(place.tp.get_group()) if variant == "ours" else 0
 
 
 def _peak_matmul(size: Size, device: torch.device, dtype: torch.dtype) -> Callable[[], Tensor]:
