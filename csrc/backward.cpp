@@ -89,7 +89,8 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     return few_rows(group, o, workspace, stream);
   }
   Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
-  auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.n), o.dy, true, workspace);
+  const bool wants_dw = o.wants_dw != Dw::none;
+  auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.n), o.dy, wants_dw, workspace);
   for (int step = 0; step < group.size && o.wants_dx; ++step) {
     int owner = (group.rank + step) % group.size;
     auto lane = step % 2 ? Tiles::beside : Tiles::caller;
@@ -107,7 +108,7 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     tiles.multiply(lane, product);
   }
   tiles.join(Tiles::caller, Tiles::beside);
-  if (o.wants_dw != Dw::none) {
+  if (wants_dw) {
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
     tiles.multiply(Tiles::caller, wgrad(o, gather->all()), o.wants_dw);
   }

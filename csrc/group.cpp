@@ -8,6 +8,13 @@ namespace tpfused {
 namespace {
 
 constexpr size_t most_awaited = 1024;  // counts of a slot and peer that a time-out can tell of
+constexpr int left_to_others = 4;      // multiprocessors, beside the waiting kernels of two groups
+
+// What a rank tells its peers of its memory.
+struct Handle {
+  cudaIpcMemHandle_t memory;
+  int small_blocks;
+};
 
 }  // namespace
 
@@ -18,27 +25,34 @@ PeerMemory::PeerMemory(int rank, int size, size_t slot_bytes)
       base_(size, nullptr) {
   static_assert((words + small_flag_words + first_number + most_numbers) * sizeof(uint32_t) <= flag_bytes, "flags");
   if (size > most_ranks) throw std::runtime_error("a group of more than 64 ranks on one host");
+  int device = 0, processors = 0;
+  check(cudaGetDevice(&device), "cudaGetDevice");
+  check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  small_blocks_ = std::clamp((processors - left_to_others) / 2, 1, most_small_blocks);
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes()), "cudaMalloc of memory that peers write");
+  cudaError_t cleared = cudaMemset(memory, 0, small_at());
+  if (cleared == cudaSuccess) cleared = cudaDeviceSynchronize();
+  if (cleared != cudaSuccess) cudaFree(memory);
+  check(cleared, "clearing flags");
   base_[rank] = own_ = static_cast<char*>(memory);
-  check(cudaMemset(own_, 0, small_at()), "cudaMemset of flags");
-  check(cudaDeviceSynchronize(), "clearing flags");
 }
 
 std::string PeerMemory::handle() const {
-  cudaIpcMemHandle_t handle;
-  check(cudaIpcGetMemHandle(&handle, own_), "cudaIpcGetMemHandle");
-  return std::string(handle.reserved, sizeof handle.reserved);
+  Handle handle{{}, small_blocks_};
+  check(cudaIpcGetMemHandle(&handle.memory, own_), "cudaIpcGetMemHandle");
+  return std::string(reinterpret_cast<const char*>(&handle), sizeof handle);
 }
 
 void PeerMemory::connect(const std::vector<std::string>& handles) {
   for (int peer = 0; peer < static_cast<int>(base_.size()); ++peer) {
     if (peer == rank_) continue;
-    cudaIpcMemHandle_t handle;
-    if (handles[peer].size() != sizeof handle.reserved) throw std::runtime_error("a peer's memory handle is malformed");
-    std::memcpy(handle.reserved, handles[peer].data(), sizeof handle.reserved);
+    Handle handle;
+    if (handles[peer].size() != sizeof handle) throw std::runtime_error("a peer's memory handle is malformed");
+    std::memcpy(&handle, handles[peer].data(), sizeof handle);
+    small_blocks_ = std::min(small_blocks_, handle.small_blocks);
     void* memory = nullptr;
-    check(cudaIpcOpenMemHandle(&memory, handle, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
+    check(cudaIpcOpenMemHandle(&memory, handle.memory, cudaIpcMemLazyEnablePeerAccess), "cudaIpcOpenMemHandle");
     base_[peer] = static_cast<char*>(memory);
   }
 }
@@ -53,7 +67,8 @@ void PeerMemory::disconnect() {
 
 uint32_t* PeerMemory::number_of_use(bool in_graph) {
   if (!in_graph) return local(first_number + numbers_[0]++ % eager_numbers);
-  if (numbers_[1] == most_numbers) throw std::runtime_error("too many operations in CUDA graphs of one group");
+  if (numbers_[1] == most_numbers)
+    throw std::runtime_error("too many operations in a group's CUDA graphs, freed ones too: make a new group");
   return local(first_number + numbers_[1]++);
 }
 

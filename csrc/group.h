@@ -47,7 +47,7 @@ class PeerMemory {
  public:
   static constexpr int slots = 3;                       // operations that may be under way at a time
   static constexpr size_t most_small_bytes = 16 << 20;  // of each of the two areas for small sums
-  static constexpr int small_blocks = 64;  // of the kernel that adds them; the other multiprocessors are left to NCCL
+  static constexpr int most_small_blocks = 64;          // of a kernel that adds them
   static constexpr size_t tiny_bytes = 128 << 10;       // for each rank's words in each of the two areas for tiny sums
   static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`
 
@@ -69,6 +69,9 @@ class PeerMemory {
   // The area and the flags of small sums that alternate ones use, see small_sums.h.
   char* small(int rank, int turn) const { return base_[rank] + small_at() + turn * small_bytes_; }
   size_t small_bytes() const { return small_bytes_; }
+  // Of a kernel of this group's that waits for peers: the same on every rank, and so few that those of two groups leave
+  // a card multiprocessors for what the peers may have to do first, a collective of NCCL's, say.
+  int small_blocks() const { return small_blocks_; }
   uint32_t* small_flags(int rank) const { return word(rank, words); }
   uint32_t* small_counter() const { return local(slots); }  // and the word after it
   // The first of the two areas of tiny sums, see tiny_sums.h.
@@ -88,7 +91,7 @@ class PeerMemory {
 
  private:
   static constexpr size_t flag_bytes = 1 << 20;
-  static constexpr int small_flag_words = 2 * 2 * most_ranks * small_blocks;
+  static constexpr int small_flag_words = 2 * 2 * most_ranks * most_small_blocks;
   static constexpr int first_number = 64, eager_numbers = 1 << 12, most_numbers = 1 << 17;
 
   size_t small_at() const { return flag_bytes + 2 * base_.size() * tiny_bytes; }
@@ -98,6 +101,7 @@ class PeerMemory {
 
   size_t slot_bytes_;
   size_t small_bytes_;  // for every sum of which a slot has room for a rank's part
+  int small_blocks_ = most_small_blocks;
   const int rank_;
   uint32_t numbers_[2] = {0, eager_numbers};  // how many have been used: outside graphs, in turn; and in graphs
   std::vector<char*> base_;                   // of each rank, as this process sees it: its own always

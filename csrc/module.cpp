@@ -107,13 +107,16 @@ PyObject* group_destroy(PyObject*, PyObject* args) {
 PyObject* group_allocate(PyObject*, PyObject* args) {
   long long address, slot_bytes;
   if (!PyArg_ParseTuple(args, "LL:group_allocate", &address, &slot_bytes)) return nullptr;
-  return guarded([&] {
+  std::string handle;
+  PyObject* done = unlocked([&] {
     auto& group = *at<Group>(address);
     DeviceGuard guard(group.device);
     group.allocate(static_cast<size_t>(slot_bytes));
-    std::string handle = group.peers->handle();
-    return PyBytes_FromStringAndSize(handle.data(), static_cast<Py_ssize_t>(handle.size()));
+    handle = group.peers->handle();
   });
+  if (!done) return nullptr;
+  Py_DECREF(done);
+  return PyBytes_FromStringAndSize(handle.data(), static_cast<Py_ssize_t>(handle.size()));
 }
 
 PyObject* group_peer_bytes(PyObject*, PyObject* args) {

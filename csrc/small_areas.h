@@ -66,7 +66,7 @@ struct Areas {
     return area[owner] + turn * bytes + phase * (bytes / 2) + before * stride;
   }
   __device__ uint32_t* flag(int owner, uint32_t turn, int phase, int from) const {
-    return flags[owner] + ((turn * 2 + phase) * most_ranks + from) * PeerMemory::small_blocks + blockIdx.x;
+    return flags[owner] + ((turn * 2 + phase) * most_ranks + from) * PeerMemory::most_small_blocks + blockIdx.x;
   }
 
   // Where rank `from` writes a vector of a tiny sum at `owner`.
@@ -154,9 +154,9 @@ Areas areas_of(Group& group, int64_t stride);
 inline bool has_room(const Group& group, int64_t stride, int phases) {
   return (group.size - 1) * stride <= static_cast<int64_t>(group.peers->small_bytes()) / phases;
 }
-inline int blocks_for(int64_t vectors) {
+inline int blocks_for(const Group& group, int64_t vectors) {
   return static_cast<int>(
-      std::clamp<int64_t>((vectors + small_threads - 1) / small_threads, 1, PeerMemory::small_blocks));
+      std::clamp<int64_t>((vectors + small_threads - 1) / small_threads, 1, group.peers->small_blocks()));
 }
 
 // All that the kernel before this one on the stream has written is seen from now on. `launch_after_matmul` lets this

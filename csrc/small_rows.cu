@@ -51,7 +51,7 @@ bool is_small(const Group& group, Tier tier, const Rows& rows, int64_t row_bytes
 void small_gather(Group& group, const Rows& rows, int64_t row_bytes, const void* x, void* all, cudaStream_t stream) {
   const int64_t own = own_bytes(rows, row_bytes);
   group.begin_small_sum(stream);
-  launch_after_matmul(group, gather, blocks_for(own / 16), small_threads, stream, areas_of(group, own),
+  launch_after_matmul(group, gather, blocks_for(group, own / 16), small_threads, stream, areas_of(group, own),
                       split_of(rows, row_bytes), static_cast<const int4*>(x), static_cast<int4*>(all));
   group.end_small_sum(stream);
 }
@@ -62,7 +62,7 @@ void small_scatter(Group& group, const Rows& rows, int64_t n, Type type, const v
   group.begin_small_sum(stream);
   by_type(type, [&](auto zero) {
     using T = decltype(zero);
-    launch_after_matmul(group, scatter<T>, blocks_for(own / 16), small_threads, stream, areas_of(group, own),
+    launch_after_matmul(group, scatter<T>, blocks_for(group, own / 16), small_threads, stream, areas_of(group, own),
                         split_of(rows, row_bytes), static_cast<const int4*>(part), static_cast<const int4*>(residual),
                         static_cast<const T*>(bias), n, static_cast<int4*>(y));
   });

@@ -4,7 +4,7 @@
 
 namespace tpfused {
 
-// Gathers and scatters of so few rows that only latency counts: one kernel each, as for small sums, whose areas and
+// Gathers and scatters of so few rows that latency counts: one kernel each, as for small sums, whose areas and
 // order they share (small_sums.h), and whole matmuls before or after it. Copy engines and what streams tell each other
 // would take 15 us whatever the size.
 

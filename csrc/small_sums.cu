@@ -105,13 +105,13 @@ void small_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
     using T = decltype(zero);
     auto bias = static_cast<const T*>(s.bias);
     if (by_one_shot(group, vectors)) {
-      launch_after_matmul(group, one_shot<T>, blocks_for(vectors), small_threads, stream, areas_of(group, 16 * vectors),
-                          y, part, bias, vectors, s.n);
+      launch_after_matmul(group, one_shot<T>, blocks_for(group, vectors), small_threads, stream,
+                          areas_of(group, 16 * vectors), y, part, bias, vectors, s.n);
     } else {
       const int64_t share = share_of(group, vectors);
       Split split{static_cast<int>(share), static_cast<int>(vectors), 1};
-      launch_after_matmul(group, two_shot<T>, blocks_for(share), small_threads, stream, areas_of(group, 16 * share),
-                          split, y, part, bias, s.n);
+      launch_after_matmul(group, two_shot<T>, blocks_for(group, share), small_threads, stream,
+                          areas_of(group, 16 * share), split, y, part, bias, s.n);
     }
   });
   group.end_small_sum(stream);

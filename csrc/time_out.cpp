@@ -130,9 +130,9 @@ std::string Group::missing(const PeerMemory::Seen& seen) {
   uint32_t sum = words[peers->small_counter() - first];
   for (int peer = 0; peer < size; ++peer) {
     if (peer == rank) continue;
-    const uint32_t* flags = peers->small_flags(rank) + sum % 2 * 2 * most_ranks * PeerMemory::small_blocks;
+    const uint32_t* flags = peers->small_flags(rank) + sum % 2 * 2 * most_ranks * PeerMemory::most_small_blocks;
     bool arrived =
-        words[flags - first + peer * PeerMemory::small_blocks] == sum || seen.tiny[sum % 2 * size + peer] == sum;
+        words[flags - first + peer * PeerMemory::most_small_blocks] == sum || seen.tiny[sum % 2 * size + peer] == sum;
     if (!arrived) told += "; rank " + std::to_string(peer) + "'s part has not arrived";
   }
   return told;

@@ -73,7 +73,8 @@ void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
     if (s.norm) {
       bool is_short = s.n / width<T> <= threads;  // fewer registers, which other kernels hold meanwhile
       auto kernel = is_short ? tiny_sum_norm<T, 1> : tiny_sum_norm<T, most_vectors>;
-      launch_after_matmul(group, kernel, s.rows, threads, stream, areas, *s.norm, part, bias, s.rows, s.n, s.pushed);
+      const int64_t blocks = std::min<int64_t>(s.rows, group.peers->small_blocks());
+      launch_after_matmul(group, kernel, blocks, threads, stream, areas, *s.norm, part, bias, s.rows, s.n, s.pushed);
     } else {
       launch_after_matmul(group, tiny_sum<T>, (vectors + threads - 1) / threads, threads, stream, areas,
                           static_cast<int4*>(s.y), part, bias, vectors, s.n, s.pushed);

@@ -62,8 +62,9 @@ def matmul_all_gather(
 ) -> Tensor:
     """All ranks' output features of a column-parallel layer, on every rank. Differentiable.
 
-    A finished block of rows is gathered while the next is multiplied. (erf GELU and silu, which no epilogue of cuBLASLt
-    has, are applied to all features afterwards.) Arguments and errors as `column_matmul`.
+    A finished block of rows is gathered while the next is multiplied; few rows by one kernel after the whole matmul.
+    (erf GELU and silu, which no epilogue of cuBLASLt has, are applied to all features afterwards.) Arguments and errors
+    as `column_matmul`.
 
     Args:
         out_features: of all ranks, where they do not divide evenly: they are split like `torch.chunk`.

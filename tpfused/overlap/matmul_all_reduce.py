@@ -34,8 +34,8 @@ def matmul_all_reduce(
 ) -> Tensor:
     """The sum over the ranks of ``x @ weight.T``, plus bias, on every rank. Differentiable, without a collective.
 
-    A block of rows is reduced while the next is multiplied. The NCCL tier adds as NCCL does, and rounds as it goes; the
-    other adds the ranks' parts in float32, in their order.
+    A block of rows is reduced while the next is multiplied; few rows by one kernel after the whole matmul. The NCCL
+    tier adds as NCCL does, and rounds as it goes; the other adds the ranks' parts in float32, in their order.
 
     Args:
         x_shard_k: ``[..., k]``, this rank's input features.

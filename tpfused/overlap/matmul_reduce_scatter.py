@@ -31,10 +31,10 @@ def matmul_reduce_scatter(
 ) -> Tensor:
     """This rank's tokens of the sum over the ranks of ``x @ weight.T``, plus bias and residual. Differentiable.
 
-    A finished part of the output travels to its owner while the next is multiplied. Each rank's part is rounded to the
-    dtype; they are added in float32 in the ranks' order, and so is what comes to them. (Of two ranks and many tokens,
-    some own parts are added to the peer's before they are rounded, outside deterministic mode.) Backward: dy is
-    gathered beside the dgrad.
+    A finished part of the output travels to its owner while the next is multiplied; few rows by one kernel after the
+    whole matmul. Each rank's part is rounded to the dtype; they are added in float32 in the ranks' order, and so is
+    what comes to them. (Of two ranks and many tokens, some own parts are added to the peer's before they are rounded,
+    outside deterministic mode.) Backward: dy is gathered beside the dgrad.
 
     Args:
         x_shard_k: ``[..., k]``, all tokens, this rank's input features.
