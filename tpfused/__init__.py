@@ -8,7 +8,6 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from tpfused.checkpoint import full_state_dict as full_state_dict
     from tpfused.checkpoint import load_full_state_dict as load_full_state_dict
-    from tpfused.compat.megatron.softmax import FusedScaleMaskSoftmax as FusedScaleMaskSoftmax
     from tpfused.explanation import explain as explain
     from tpfused.generation import vocab_parallel_argmax as vocab_parallel_argmax
     from tpfused.grad_norm import clip_grad_norm_ as clip_grad_norm_
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from tpfused.layers.loss import vocab_parallel_cross_entropy as vocab_parallel_cross_entropy
     from tpfused.layers.mlp import ParallelGatedMLP as ParallelGatedMLP
     from tpfused.layers.mlp import ParallelMLP as ParallelMLP
+    from tpfused.layers.softmax import FusedScaleMaskSoftmax as FusedScaleMaskSoftmax
     from tpfused.layers.transformer import ParallelTransformer as ParallelTransformer
     from tpfused.layers.transformer import ParallelTransformerBlock as ParallelTransformerBlock
     from tpfused.layers.transformer import TransformerConfig as TransformerConfig
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 # Name -> the module that defines it. (The imports above say the same to type checkers, which run no code.)
 _HOME = {
     "ColumnParallelLinear": "tpfused.layers.linear",
-    "FusedScaleMaskSoftmax": "tpfused.compat.megatron.softmax",
+    "FusedScaleMaskSoftmax": "tpfused.layers.softmax",
     "KVCache": "tpfused.layers.cache",
     "ParallelAttention": "tpfused.layers.attention",
     "ParallelGatedMLP": "tpfused.layers.mlp",

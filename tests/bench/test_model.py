@@ -44,7 +44,7 @@ def test_help_teaches():
 def test_lists_without_a_gpu(capsys, monkeypatch):
     assert cli.main(["bench", "model", "--list", "--gpus", "4"]) == 0
     told = capsys.readouterr().out.splitlines()
-    assert len(told) == 2 * (3 + 4) + 3 * 3
+    assert len(told) == 2 * 2 * 4 + 3 * 3 and "train 2048 tokens TP 2 x FSDP 2 fwd" in told
     assert "train 8192 tokens TP 2 x FSDP 2 fwd+bwd  (quick)" in told and "train 2048 tokens TP 4 fwd" in told
     assert "decode batch 64 TP 4 fwd" in told and not [line for line in told if "decode" in line and "FSDP" in line]
     assert cli.main(["bench", "model", "--list", "--gpus", "2", "--quick", "--no-decode"]) == 0

@@ -287,6 +287,34 @@ def test_checkpoint_replays_random_numbers(workers, tp, seed):
     workers.run(check_checkpoint, tp, seed)
 
 
+def check_compiled_checkpoint(ctx, tp, seed):
+    with model_parallel(tp), float64_on(ctx.device):
+        torch.manual_seed(seed)
+        column, row = (
+            layers.ColumnParallelLinear(8, 4 * tp, gather_output=False),
+            layers.RowParallelLinear(4 * tp, 8, input_is_parallel=True),
+        )
+        x = torch.randn(6, 8)
+
+        def forward(x):
+            return streams.checkpoint(lambda x: row(column(x).tanh()), x).sum()
+
+        def gradients(call):
+            given = x.clone().requires_grad_()
+            column.zero_grad()
+            call(given).backward()
+            return given.grad, column.weight.grad
+
+        torch.compiler.reset()
+        compiled = gradients(torch.compile(forward, fullgraph=True, backend="aot_eager"))
+        for expected, found in zip(gradients(forward), compiled, strict=True):
+            torch.testing.assert_close(found, expected)
+
+
+def test_checkpoint_compiles(workers, tp, seed):
+    workers.run(check_compiled_checkpoint, tp, seed)
+
+
 def test_utils():
     x = torch.arange(24).view(2, 12)
     for contiguous in (False, True):

@@ -213,6 +213,24 @@ def test_a_program_may_replace_weights(workers, tp, seed):
     workers.run(check_weights_of_the_programs_own, tp, seed)
 
 
+def check_other_sizes(ctx, tp, seed):
+    """A vocabulary that has grown, say: sizes are those of the weights that are there."""
+    torch.manual_seed(seed)
+    with model_parallel(tp), float64_on(ctx.device):
+        whole, x = torch.randn(20, 8), torch.randn(3, 8)
+        column = layers.ColumnParallelLinear(8, 12, bias=False)
+        column.weight = nn.Parameter(own(whole, 0).clone())
+        assert_close(column(x), F.linear(x, whole))
+        row = layers.RowParallelLinear(12, 8, bias=False)
+        row.weight = nn.Parameter(own(whole.t(), 1).clone())
+        assert_close(row(F.linear(x, whole)), F.linear(F.linear(x, whole), whole.t()))
+        assert torch.equal(row.get_master_weight(), whole.t())
+
+
+def test_a_weight_of_another_size(workers, tp, seed):
+    workers.run(check_other_sizes, tp, seed)
+
+
 def check_layers_of_the_programs_own(ctx, tp, seed):
     """Programs derive layers that make all they need themselves, by the function that fairscale's layers call."""
     with model_parallel(tp), float64_on(ctx.device):

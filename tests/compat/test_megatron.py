@@ -346,6 +346,11 @@ def check_refusals(ctx, tp, seed):
         with refuses(ValueError, name, "gtp_remat of 2 ranks" if name == "pg_collection" else value):
             make(ColumnParallelLinear, block, 8, 16, **option)
     make(ColumnParallelLinear, block, 8, 16, output_dtype=torch.float64, pg_collection=SimpleNamespace())
+    for switch in ("disable_grad_reduce", "skip_weight_param_allocation", "gather_output"):
+        with refuses(TypeError, switch, "'no'"):
+            make(ColumnParallelLinear, block, 8, 16, **{switch: "no"})
+    with refuses(TypeError, "runtime_gather_output", "'no'"):
+        make(ColumnParallelLinear, block, 8, 16)(block.randn(2, 1, 8), runtime_gather_output="no")
     with refuses(ValueError, "gtp_weight_remat_size 2"):
         VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
 

@@ -219,6 +219,7 @@ def check_names(ctx):
         ("random", None, "get_cuda_rng_tracker"),
         ("utils", None, "split_tensor_along_last_dim"),
         ("data", None, "broadcast_data"),
+        ("inference_layers", None, "InferenceRowParallelLinear"),
     ):
         here = import_module(f"tpfused.compat.megatron.{module}")
         there = import_module(f"megatron.core.tensor_parallel.{module}")

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from tpfused.compat.asserted import AssertedError
 from tpfused.compat.megatron import AttnMaskType, FusedScaleMaskSoftmax, softmax
 from tpfused.kernels.softmax import scale_mask_softmax
+from tpfused.layers import softmax as implementation
 
 SHAPE = 2, 3, 8, 8
 devices = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
@@ -74,9 +75,9 @@ def test_the_kernel_interpreted(seed, monkeypatch):
         calls.append(args)
         return scale_mask_softmax(*args)
 
-    monkeypatch.setattr(softmax, "scale_mask_softmax", kernel)
-    monkeypatch.setattr(softmax, "runs_kernels", lambda scores, what: True)
-    monkeypatch.setattr(softmax, "has_kernels", lambda device: True)
+    monkeypatch.setattr(implementation, "scale_mask_softmax", kernel)
+    monkeypatch.setattr(implementation, "runs_kernels", lambda scores, what: True)
+    monkeypatch.setattr(implementation, "has_kernels", lambda device: True)
     test_equals_plain_softmax("cpu", torch.float32, True, seed)
     assert len(calls) == 14
 
@@ -225,6 +226,8 @@ def test_mask_func_is_called_without_fusion():
 def test_refusals():
     with pytest.raises(AssertedError, match="exclude"):
         FusedScaleMaskSoftmax(True, True, AttnMaskType.causal, True, None, True, None)
+    with pytest.raises(TypeError, match="softmax_in_fp32 must be True or False, not 'no'"):
+        FusedScaleMaskSoftmax(False, False, AttnMaskType.causal, True, None, "no", None)
     with pytest.raises(AssertedError, match="0.5"):
         FusedScaleMaskSoftmax(False, True, AttnMaskType.causal, True, None, False, 0.5)
     without = FusedScaleMaskSoftmax(False, False, AttnMaskType.padding, False, None, True, None)

@@ -7,7 +7,7 @@ from tpfused.cli.seeds import seed
 
 DESCRIPTION = """\
 Compares every overlapped operation, by each way its rows can travel, and every
-layer with the dense computation in float64, gradients included, and decoding
+layer, overlapped as well, with the dense computation in float64, gradients included, and decoding
 with a cache, on fresh random data, at each degree of tensor parallelism that
 this machine's GPUs allow.
 

@@ -127,7 +127,6 @@ def cases(op: str, size: Size, degrees: Sequence[Degree], sequences: Sequence[in
             for tokens in sequences
             for direction in PASSES
             for degree in degrees
-            if direction == "fwd+bwd" or degree.dp == 1
         ]
     return [
         Case(op, f"batch {batch} {degree}", "fwd", degree, size.context, batch, batch == QUICK_BATCH)

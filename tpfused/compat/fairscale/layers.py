@@ -90,6 +90,10 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
         self.output_size_per_partition = own
         self.master_weight = self.get_master_weight() if keep_master_weight_for_test else None
 
+    def forward(self, input_: Tensor) -> Tensor:
+        self.out_features = _whole_size(self, 0)
+        return super().forward(input_)
+
     def get_master_weight(self) -> Tensor:
         """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
         return _whole_weight(self, 0)
@@ -126,6 +130,10 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
         )
         self.input_size_per_partition = own
         self.master_weight = self.get_master_weight() if keep_master_weight_for_test else None
+
+    def forward(self, input_: Tensor) -> Tensor:
+        self.in_features = _whole_size(self, 1)
+        return super().forward(input_)
 
     def get_master_weight(self) -> Tensor:
         """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
@@ -244,10 +252,13 @@ def _draw_table(layer: VocabParallelEmbedding | ParallelEmbedding) -> None:
     layer.fill_parameter("weight", whole)
 
 
+def _whole_size(layer: ColumnParallelLinear | RowParallelLinear, dim: int) -> int:
+    """By what is there: a program may have put a tensor of its own, and of another size, in the weight's place."""
+    return layer.weight.shape[dim] * layer.group.size
+
+
 def _whole_weight(layer: ColumnParallelLinear | RowParallelLinear, dim: int) -> Tensor:
-    # By the size of what is there: a program may have put a tensor of its own in the weight's place.
-    own = layer.weight.detach()
-    return gather_from_group(own, dim, own.shape[dim] * layer.group.size, layer.group)
+    return gather_from_group(layer.weight.detach(), dim, _whole_size(layer, dim), layer.group)
 
 
 @torch.no_grad()

@@ -100,7 +100,9 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 def checkpoint(function, *args):
     """``function(*args)``, computed again in backward instead of kept, with the random numbers of the first time."""
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, context_fn=_replay_streams)
+    # Compiled code takes contexts of torch's own kind only, and forks no stream of the tracker's.
+    replayed = {} if torch.compiler.is_compiling() else {"context_fn": _replay_streams}
+    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **replayed)
 
 
 class CheckpointFunction:

@@ -16,6 +16,10 @@ What differs from Megatron's own:
   True leaves them alone.
 - Weights are slices of one tensor drawn from torch's generator, so the number of ranks does not change the model. Seed
   the ranks of a group alike. With ``use_cpu_initialization`` they have the bits of Megatron's.
+- The gradient of a column-parallel layer's bias is there whether its weight is trained or not.
+- `vocab_parallel_cross_entropy` smooths labels over the whole vocabulary at every degree, and not over a rank's shard.
+- A `RowParallelLinear` may split its input itself under sequence parallelism, and a layer's `sequence_parallel` stays
+  what was asked for in a group of one rank. No layer keeps a `master_weight`.
 - A label that is negative is ignored: loss and gradient are zero. One beyond the vocabulary raises, as does a token id.
 - Under autocast a linear layer's output has autocast's dtype with a bias, too: Megatron's adds it afterwards, in the
   bias's own dtype, float32.
@@ -23,6 +27,7 @@ What differs from Megatron's own:
 """
 
 from tpfused.compat.megatron import data as data
+from tpfused.compat.megatron import inference_layers as inference_layers
 from tpfused.compat.megatron import random as random
 from tpfused.compat.megatron import utils as utils
 from tpfused.compat.megatron.cross_entropy import vocab_parallel_cross_entropy

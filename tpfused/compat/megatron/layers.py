@@ -30,7 +30,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfused.checks import check_tensor
+from tpfused.checks import check_boolean, check_booleans, check_tensor
 from tpfused.collectives import gather_from_group
 from tpfused.compat.megatron.base import Init, Layer, LinearLayer, per_rank, refuse
 from tpfused.compat.megatron.mappings import check_divides
@@ -101,6 +101,7 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
             grad_output_buffer=grad_output_buffer,
             output_dtype=None if output_dtype == (place["dtype"] or torch.get_default_dtype()) else output_dtype,
         )
+        check_booleans(ColumnParallelLinear.__init__, locals())
         self.disable_grad_reduce = disable_grad_reduce
         self.output_dtype = output_dtype
         self.skips_weight = skip_weight_param_allocation
@@ -141,7 +142,10 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
             got = "there is none" if weight is None else f"its shape is {tuple(weight.shape)}"
             raise ValueError(f"ColumnParallelLinear: the weight must be of shape {expected}, but {got}")
         bias = self.local("bias")
-        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        gather = self.gather_output
+        if runtime_gather_output is not None:
+            check_boolean(runtime_gather_output, "runtime_gather_output")
+            gather = runtime_gather_output
         alone = self.disable_grad_reduce and not self.sequence_parallel  # as a whole layer of this rank's features
         out = linear.column_forward(
             input_,
@@ -152,7 +156,9 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
             total_len=None,
             out_features=self.output_size_per_partition if alone else self.output_size,
             gather_output=gather and not alone,
+            backend=self.backend,
             main_grad=main_grad,
+            save_gathered=self.save_gathered,
         )
         if gather and alone:
             out = gather_from_group(out, -1, self.output_size, self.group)
