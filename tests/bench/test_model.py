@@ -1,6 +1,7 @@
 """`tpfused bench model`: what it refuses and lists, a whole run of a tiny model on the CPU, its arithmetic."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -39,6 +40,22 @@ def test_help_teaches():
         assert words in done.stdout, words
     for name in OPTIONS:
         assert f"--{name.replace('_', '-')}" in done.stdout
+
+
+def test_under_torchrun(tmp_path):
+    """All ranks have one model, though none was given a seed; its FSDP2 shards, too."""
+    bench = "bench model --size tiny --op train --tp 2 --sequence 64 --rounds 1 --json run.json".split()
+    command = [sys.executable, *"-m torch.distributed.run --standalone --nproc_per_node 4 -m tpfused".split(), *bench]
+    environment = {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=os.environ | environment, capture_output=True, text=True, timeout=240
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    rows = json.loads((tmp_path / "run.json").read_text())["rows"]
+    assert {(row["dp"], row["pass"]) for row in rows} == {(dp, way) for dp in (1, 2) for way in ("fwd", "fwd+bwd")}
+    for row in rows:
+        assert row["correct"], row
+        assert row["dp"] == 2 or row["deviation"] < 2 * row["dense_deviation"], row
 
 
 def test_lists_without_a_gpu(capsys, monkeypatch):

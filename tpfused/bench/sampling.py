@@ -50,6 +50,11 @@ def join(device: str, worker: Worker) -> torch.device:
     return found
 
 
+def common_seed(seed: int) -> int:
+    """The first rank's, which the report names: torchrun's ranks have drawn one each, unless they were given it."""
+    return next(iter(by_rank(seed, dist.group.WORLD).values()))
+
+
 def together(step: Callable[[], Any]) -> tuple[Any, str | None]:
     """(what `step` gives, None) or (None, why it failed): one rank's failure is every rank's."""
     result, failure = attempt(step)  # whatever a baseline raises, the others have a chance

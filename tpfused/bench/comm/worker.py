@@ -15,7 +15,7 @@ from tpfused.bench.comm.works import Member, Work, build, join_groups
 from tpfused.bench.measure import Timed, median_and_iqr
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES
-from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
+from tpfused.bench.sampling import Sampled, common_seed, interleave, join, slowest, together
 from tpfused.cli.errors import UserError
 from tpfused.planning.communication import bandwidths
 from tpfused.workers import Worker
@@ -31,7 +31,7 @@ def run(argument: dict[str, Any], worker: Worker) -> None:
     """
     device = join(argument["device"], worker)
     dtype = DTYPES[argument["dtype"]]
-    torch.manual_seed(argument["seed"])
+    torch.manual_seed(common_seed(argument["seed"]))
     measure_all(argument, worker, device, dtype)
     report_rates(argument, worker, device, dtype)
     dist.destroy_process_group()

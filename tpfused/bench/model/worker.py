@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -22,7 +22,7 @@ from tpfused.bench.model.cases import Case, Degree, Size
 from tpfused.bench.model.programs import Place, Program, build, build_all, place_of
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES
-from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
+from tpfused.bench.sampling import Sampled, common_seed, interleave, join, slowest, together
 from tpfused.overlap.communicator import kept_bytes
 from tpfused.workers import Worker
 
@@ -62,6 +62,7 @@ class Programs:
 def run(plan: Plan, worker: Worker) -> None:
     """Measure the plan's cases and give their rows to ``worker.emit``, on the first rank."""
     device = join(plan.device, worker)
+    plan = replace(plan, seed=common_seed(plan.seed))
     dtype = DTYPES[plan.dtype]
     degrees = list(dict.fromkeys(case.degree for case in plan.cases))
     places = {degree: place_of(degree, worker.world, device, dtype) for degree in degrees}

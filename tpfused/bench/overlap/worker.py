@@ -15,7 +15,7 @@ from tpfused.bench.overlap.cases import Case
 from tpfused.bench.overlap.works import COLLECTIVE, MATMUL, Call, Place, Work, build
 from tpfused.bench.results import new_row, rounded
 from tpfused.bench.runner import DTYPES, name_of
-from tpfused.bench.sampling import Sampled, interleave, join, slowest, together
+from tpfused.bench.sampling import Sampled, common_seed, interleave, join, slowest, together
 from tpfused.workers import Worker
 
 GRAPH_CALLS = 20  # in one graph: a call is shorter than a graph's launch
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 def run(argument: dict[str, Any], worker: Worker) -> None:
     """Measure ``argument["cases"]`` and give their rows to ``worker.emit``, on the first rank."""
     device = join(argument["device"], worker)
-    torch.manual_seed(argument["seed"] + worker.rank)
+    torch.manual_seed(common_seed(argument["seed"]) + worker.rank)
     # Threads that watch the collectives go on calling CUDA during a capture.
     timer = GpuTimer(capture_error_mode="thread_local") if device.type == "cuda" else None
     place = Place(worker.world, device, DTYPES[argument["dtype"]])
