@@ -47,11 +47,12 @@ class PeerMemory {
  public:
   static constexpr int slots = 3;                       // operations that may be under way at a time
   static constexpr size_t most_small_bytes = 16 << 20;  // of each of the two areas for small sums
-  static constexpr int most_small_blocks = 64;          // of a kernel that adds them
+  static constexpr int most_small_blocks = 64;          // of a kernel that exchanges them
   static constexpr size_t tiny_bytes = 128 << 10;       // for each rank's words in each of the two areas for tiny sums
   static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`
 
-  PeerMemory(int rank, int size, size_t slot_bytes);
+  // `most_waiting`: blocks of a kernel that waits for peers, at most; see `small_blocks`.
+  PeerMemory(int rank, int size, size_t slot_bytes, int most_waiting);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
@@ -130,7 +131,8 @@ class InOrder {
 // What this rank needs to overlap a group's collectives with its matmuls. One a process group and device.
 class Group {
  public:
-  Group(int device, int rank, int size);
+  // `most_waiting`: blocks of one kernel that waits for peers, at most.
+  Group(int device, int rank, int size, int most_waiting);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -138,7 +140,7 @@ class Group {
   // For the NCCL tier, by all ranks together; NCCL may take so many multiprocessors.
   void connect_nccl(const ncclUniqueId& id, int processors);
 
-  const int device, rank, size;
+  const int device, rank, size, most_waiting;
   int architecture = 0;  // 9 for compute capability 9.0
   int nccl_processors = 0;
   std::atomic<ncclComm_t> nccl{nullptr};  // none, too, once an operation has been given up
@@ -178,7 +180,7 @@ class Group {
 
   // With new memory for `slots`; what a captured graph uses stays.
   void allocate(size_t slot_bytes);
-  size_t peer_bytes() const;  // of all such memory
+  std::atomic<size_t> peer_bytes{0};  // of all such memory
   // Returns when operations have ended, or one has been given up: nothing that was enqueued writes to peers any more.
   void finish();
   // The peers' memory is no longer mapped here, unless for graphs that were captured. After `finish`.

@@ -79,9 +79,9 @@ PyObject* nccl_unique_id(PyObject*, PyObject*) {
 }
 
 PyObject* group_create(PyObject*, PyObject* args) {
-  int device, rank, size;
-  if (!PyArg_ParseTuple(args, "iii:group_create", &device, &rank, &size)) return nullptr;
-  return guarded([&] { return PyLong_FromVoidPtr(new Group(device, rank, size)); });
+  int device, rank, size, most_waiting;
+  if (!PyArg_ParseTuple(args, "iiii:group_create", &device, &rank, &size, &most_waiting)) return nullptr;
+  return guarded([&] { return PyLong_FromVoidPtr(new Group(device, rank, size, most_waiting)); });
 }
 
 PyObject* group_connect_nccl(PyObject*, PyObject* args) {
@@ -122,7 +122,7 @@ PyObject* group_allocate(PyObject*, PyObject* args) {
 PyObject* group_peer_bytes(PyObject*, PyObject* args) {
   long long address;
   if (!PyArg_ParseTuple(args, "L:group_peer_bytes", &address)) return nullptr;
-  return PyLong_FromSize_t(at<Group>(address)->peer_bytes());
+  return PyLong_FromSize_t(at<Group>(address)->peer_bytes);
 }
 
 PyObject* group_timeout(PyObject*, PyObject* args) {
@@ -165,23 +165,22 @@ PyObject* group_connect(PyObject*, PyObject* args) {
   long long address;
   PyObject* list;
   if (!PyArg_ParseTuple(args, "LO:group_connect", &address, &list)) return nullptr;
-  return guarded([&]() -> PyObject* {
-    auto& group = *at<Group>(address);
-    DeviceGuard guard(group.device);
-    std::vector<std::string> handles;
-    for (int peer = 0; peer < group.size; ++peer) {
-      PyObject* item = PySequence_GetItem(list, peer);
-      char* bytes;
-      Py_ssize_t length;
-      if (!item || PyBytes_AsStringAndSize(item, &bytes, &length) < 0) {
-        Py_XDECREF(item);
-        return nullptr;
-      }
-      handles.emplace_back(bytes, length);
-      Py_DECREF(item);
+  auto& group = *at<Group>(address);
+  std::vector<std::string> handles;
+  for (int peer = 0; peer < group.size; ++peer) {
+    PyObject* item = PySequence_GetItem(list, peer);
+    char* bytes;
+    Py_ssize_t length;
+    if (!item || PyBytes_AsStringAndSize(item, &bytes, &length) < 0) {
+      Py_XDECREF(item);
+      return nullptr;
     }
+    handles.emplace_back(bytes, length);
+    Py_DECREF(item);
+  }
+  return unlocked([&] {
+    DeviceGuard guard(group.device);
     group.peers->connect(handles);
-    return Py_NewRef(Py_None);
   });
 }
 
@@ -377,7 +376,10 @@ PyMethodDef methods[] = {
      "kernel_architecture(device) -> the architecture, such as 90, of the machine code that this device runs."},
     {"nccl_unique_id", nccl_unique_id, METH_NOARGS,
      "What all ranks give to `group_connect_nccl`, made by one of them."},
-    {"group_create", group_create, METH_VARARGS, "group_create(device, rank, size) -> group. Waits for no other rank."},
+    {"group_create", group_create, METH_VARARGS,
+     "group_create(device, rank, size, most_waiting) -> group. Waits for no other rank. most_waiting: blocks of a "
+     "kernel "
+     "that waits for peers, at most; the ranks use the least of theirs."},
     {"group_connect_nccl", group_connect_nccl, METH_VARARGS,
      "group_connect_nccl(group, nccl_id, processors): for the NCCL tier. All ranks together."},
     {"group_destroy", group_destroy, METH_VARARGS,

@@ -25,6 +25,11 @@ def check_activation(activation: str | None, what: str = "activation") -> None:
         raise ValueError(f"{what} must be one of {known}, not {activation!r}")
 
 
+class AssertedError(ValueError, AssertionError):
+    """A `ValueError` that programs, and tests of theirs, can catch as the `AssertionError` of the library whose names
+    they use, too."""
+
+
 def check_boolean(value: bool, what: str) -> None:
     """Refuse what is neither True nor False: "no" would count as yes."""
     if not isinstance(value, bool):

@@ -105,8 +105,8 @@ class ParallelModule(nn.Module):
             # would clip gradients and save checkpoints as if this rank's were the only one.
             raise ValueError(
                 f"{type(self).__name__}.{name} was replaced by a parameter that is not known as a tensor-parallel "
-                f"shard; under FSDP2, build the layers with mesh=, not group=; assign one of your own as an attribute, "
-                f"and give functional_call tensors that are no parameters"
+                f"shard: under FSDP2, build the layers with mesh=, not group=. One of your own is to be assigned as an "
+                f"attribute; functional_call takes tensors that are no parameters"
             )
         return local(param)
 

@@ -12,9 +12,9 @@ import torch.nn.functional as F
 
 from tests.compare import assert_close, refuses
 from tests.compat.fairscale_groups import THEIRS, float64_on, model_parallel, own
+from tpfused.checks import AssertedError
 from tpfused.collectives import all_gather
 from tpfused.compat import fairscale as compat
-from tpfused.compat.asserted import AssertedError
 from tpfused.compat.fairscale import initialize, layers, mappings, utils
 from tpfused.compat.fairscale import random as streams
 
@@ -288,27 +288,37 @@ def test_checkpoint_replays_random_numbers(workers, tp, seed):
 
 
 def check_compiled_checkpoint(ctx, tp, seed):
+    """As one graph, and with the tracker's stream, which breaks it."""
     with model_parallel(tp), float64_on(ctx.device):
         torch.manual_seed(seed)
-        column, row = (
-            layers.ColumnParallelLinear(8, 4 * tp, gather_output=False),
-            layers.RowParallelLinear(4 * tp, 8, input_is_parallel=True),
-        )
+        column = layers.ColumnParallelLinear(8, 4 * tp, gather_output=False)
+        row = layers.RowParallelLinear(4 * tp, 8, input_is_parallel=True)
         x = torch.randn(6, 8)
 
-        def forward(x):
-            return streams.checkpoint(lambda x: row(column(x).tanh()), x).sum()
+        def block(x):
+            return row(column(x).tanh())
+
+        def forking(x):
+            with streams.get_cuda_rng_tracker().fork():
+                return block(F.dropout(x, 0.5))
 
         def gradients(call):
             given = x.clone().requires_grad_()
             column.zero_grad()
+            torch.manual_seed(seed)
+            streams.model_parallel_cuda_manual_seed(seed)
             call(given).backward()
             return given.grad, column.weight.grad
 
-        torch.compiler.reset()
-        compiled = gradients(torch.compile(forward, fullgraph=True, backend="aot_eager"))
-        for expected, found in zip(gradients(forward), compiled, strict=True):
-            torch.testing.assert_close(found, expected)
+        for function, fullgraph in ((block, True), (block, False), (forking, False)):
+
+            def forward(x, function=function):
+                return streams.checkpoint(function, x).sum()
+
+            torch.compiler.reset()
+            compiled = gradients(torch.compile(forward, fullgraph=fullgraph, backend="aot_eager"))
+            for expected, found in zip(gradients(lambda x, f=function: f(x).sum()), compiled, strict=True):
+                torch.testing.assert_close(found, expected)
 
 
 def test_checkpoint_compiles(workers, tp, seed):

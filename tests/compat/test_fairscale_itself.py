@@ -9,8 +9,8 @@ from torch import nn
 
 from tests.compare import assert_close, collectives_made, refuses
 from tests.compat.fairscale_groups import THEIRS, default_type, model_parallel
+from tpfused.checks import AssertedError
 from tpfused.compat import fairscale as compat
-from tpfused.compat.asserted import AssertedError
 from tpfused.compat.fairscale import initialize
 
 pytest.importorskip(THEIRS)

@@ -9,8 +9,8 @@ from torch.nn import init
 
 from tests.compare import assert_close, refuses
 from tests.compat.fairscale_groups import float64_on, model_parallel, own
+from tpfused.checks import AssertedError
 from tpfused.compat import fairscale as compat
-from tpfused.compat.asserted import AssertedError
 from tpfused.compat.fairscale import layers, mappings, utils
 from tpfused.placement import gather_whole, splits
 from tpfused.sharding import shard_range
@@ -214,7 +214,7 @@ def test_a_program_may_replace_weights(workers, tp, seed):
 
 
 def check_other_sizes(ctx, tp, seed):
-    """A vocabulary that has grown, say: sizes are those of the weights that are there."""
+    """Sizes are those of the weights that are there; the layer stays what it was."""
     torch.manual_seed(seed)
     with model_parallel(tp), float64_on(ctx.device):
         whole, x = torch.randn(20, 8), torch.randn(3, 8)
@@ -225,6 +225,11 @@ def check_other_sizes(ctx, tp, seed):
         row.weight = nn.Parameter(own(whole.t(), 1).clone())
         assert_close(row(F.linear(x, whole)), F.linear(F.linear(x, whole), whole.t()))
         assert torch.equal(row.get_master_weight(), whole.t())
+        table = layers.ParallelEmbedding(20, 12)
+        table.weight = nn.Parameter(own(whole, 1).clone())
+        ids = torch.randint(20, (3,))
+        assert torch.equal(table(ids), whole[ids])
+        assert (column.out_features, row.in_features, table.embedding_dim) == (12, 12, 12)
 
 
 def test_a_weight_of_another_size(workers, tp, seed):

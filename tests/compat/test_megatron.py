@@ -10,16 +10,18 @@ from torch import nn
 
 from tests.compare import Block, compare, refuses, strided
 from tpfused import full_state_dict
+from tpfused.checks import AssertedError
 from tpfused.compat import megatron
-from tpfused.compat.asserted import AssertedError
 from tpfused.compat.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
+from tpfused.layers import linear
 
 TOKENS, BATCH, IN, OUT = 8, 2, 12, 16
 
 
 def config_of(block, **settings):
     """On a machine with GPUs, a test on the CPU has to ask for it."""
-    return SimpleNamespace(params_dtype=torch.float64, use_cpu_initialization=block.device.type == "cpu", **settings)
+    known = {"params_dtype": torch.float64, "use_cpu_initialization": block.device.type == "cpu"}
+    return SimpleNamespace(**known | settings)
 
 
 def make(kind, block, *sizes, sequence_parallel=False, fused=False, init=nn.init.normal_, **options):
@@ -244,6 +246,21 @@ def test_gradient_accumulation_fusion(workers, tp, seed):
     workers.run(check_main_grads, tp, seed)
 
 
+def check_what_native_layers_have(ctx, tp, seed):
+    """`backend` and `save_gathered` are the native layers', and a program may set them."""
+    block, seen = Block(ctx, tp, "group", seed), []
+    column = make(ColumnParallelLinear, block, 8, 16, sequence_parallel=True)
+    column.backend, column.save_gathered = "reference", True
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(linear, "column_forward", lambda *args, **options: seen.append(options))
+        column(block.randn(8, 1, 8))
+    assert (seen[0]["backend"], seen[0]["save_gathered"]) == ("reference", True)
+
+
+def test_what_native_layers_have(workers, tp, seed):
+    workers.run(check_what_native_layers_have, tp, seed)
+
+
 def check_attributes(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     options = {"sequence_parallel": True}
@@ -349,8 +366,19 @@ def check_refusals(ctx, tp, seed):
     for switch in ("disable_grad_reduce", "skip_weight_param_allocation", "gather_output"):
         with refuses(TypeError, switch, "'no'"):
             make(ColumnParallelLinear, block, 8, 16, **{switch: "no"})
+    for switch in ("perform_initialization", "use_cpu_initialization", "gradient_accumulation_fusion"):
+        with refuses(TypeError, f"config.{switch}", "'no'"):
+            VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, **{switch: "no"}))
+    with refuses(TypeError, "keep_master_weight_for_test", "'no'"):
+        make(RowParallelLinear, block, 8, 16, keep_master_weight_for_test="no")
+    with refuses(TypeError, "reduce_scatter_embeddings", "'no'"):
+        make(VocabParallelEmbedding, block, 16, 8, reduce_scatter_embeddings="no")
+    column, x = make(ColumnParallelLinear, block, 8, 16), block.randn(2, 1, 8)
     with refuses(TypeError, "runtime_gather_output", "'no'"):
-        make(ColumnParallelLinear, block, 8, 16)(block.randn(2, 1, 8), runtime_gather_output="no")
+        column(x, runtime_gather_output="no")
+    column.gather_output = "no"
+    with refuses(TypeError, "gather_output", "'no'"):
+        column(x)
     with refuses(ValueError, "gtp_weight_remat_size 2"):
         VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
 

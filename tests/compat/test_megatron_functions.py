@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.compare import Block, collectives_made, compare, refuses, strided
+from tpfused.checks import AssertedError
 from tpfused.compat import megatron
-from tpfused.compat.asserted import AssertedError
 
 TOKENS, BATCH = 8, 2
 

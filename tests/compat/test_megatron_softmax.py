@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from tpfused.compat.asserted import AssertedError
+from tpfused.checks import AssertedError
 from tpfused.compat.megatron import AttnMaskType, FusedScaleMaskSoftmax, softmax
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers import softmax as implementation

@@ -174,6 +174,13 @@ def test_what_fails_on_one_rank_is_used_on_none(workers, tmp_path):
     assert list(cases) == ["five bfloat16 1024 64 32"]  # with more memory, say, the others may work
 
 
+def test_why_what_is_slower_was_taken():
+    assert choice._taken({"p2p": 2.0, "nccl": 3.0, "reference": 4.0}, "measured") == ("p2p", "measured")
+    near = choice._taken({"p2p": 98.0, "nccl": 97.0, "reference": 120.0}, "kept")
+    assert near == ("p2p", "kept; what is faster gains too little")
+    assert choice._taken({}, "measured", "p2p failed") == ("reference", "measured; p2p failed")
+
+
 def check_absent_ranks(ctx, folder):
     process_group = dist.new_group()
     group, absent = resolve_group(process_group), ctx.rank % 2

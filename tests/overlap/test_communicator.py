@@ -154,11 +154,14 @@ def check_a_group_that_is_gone(ctx, folder):
         group_destroy=Mock(side_effect=lambda handle: events.append("freed")),
     )
     with fakes(lambda: module):
-        assert communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE) is not None
+        gone = communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE)
+        gone.workspaces[0] = torch.empty(10, dtype=torch.uint8)
+        assert gone.workspace_bytes == 10
         ctx.rejoin(folder)
         events.clear()
         assert communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE) is not None
     assert events[:2] == ["left", "met"] and events[-1] == "freed" and events.count("freed") == 1
+    assert gone.workspace_bytes == gone.handle == 0
 
 
 def test_a_group_that_is_gone(workers, tmp_path):

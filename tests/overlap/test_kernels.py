@@ -2,9 +2,15 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from tests.overlap.cases import TOLERANCE, Case
+from tests.compare import Block, assert_within_rule
+from tests.overlap.cases import OPERATIONS, TOLERANCE, Case
+from tests.overlap.test_all_reduce_norm import Data
+from tpfused.group import resolve_group
+from tpfused.overlap import communicator
+from tpfused.overlap.matmul_all_reduce import MOST_TOKENS
 from tpfused.overlap.tiers import deterministic, tier
 
 OURS = "multiply_and_push", "tiny_sum", "one_shot", "two_shot", "gather", "scatter", "add_parts"
@@ -53,3 +59,32 @@ def check_kernels(ctx):
 @pytest.mark.parametrize("workers", ["cuda"], indirect=True)
 def test_each_size_has_its_kernels(ranks):
     ranks.run(check_kernels, timeout=90)
+
+
+def check_few_blocks(ctx, seed):
+    """On a card of few multiprocessors, and beside a peer's of fewer still: each block has several rows."""
+    block = Block(ctx, ctx.world, "group", seed)
+    torch.manual_seed(block.seed)
+    with pytest.MonkeyPatch.context() as patch, tier("p2p"):
+        patch.setattr(communicator, "WAITING_BLOCKS", 3 if ctx.rank == 0 else 5)
+        group = dist.new_group(range(ctx.world))
+        for name in OPERATIONS:
+            for sizes in ((128, 512, 1024), (301, 264, 1040)):
+                case = Case(ctx, name, *sizes)
+                assert case.error(case.run(group, backward=True)).item() <= TOLERANCE, case.name
+        block.place = {"group": group}
+        for kind in ("rmsnorm", "layernorm"):
+            data = Data(block, (MOST_TOKENS,), 64, 136, torch.bfloat16, with_bias=True)
+            expected, eager = data.dense(kind, torch.float64), data.dense(kind, torch.bfloat16)
+            with torch.no_grad():
+                for index, actual in enumerate(data.run(kind)):
+                    assert_within_rule(actual, expected[index], eager[index], lambda whole: whole, kind, chain=True)
+        assert communicator.communicator_of(resolve_group(group), ctx.device).tiers[0] == "p2p"
+    torch.cuda.synchronize()
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+def test_few_blocks(ranks, seed):
+    ranks.run(check_few_blocks, seed, timeout=90)

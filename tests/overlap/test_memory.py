@@ -1,12 +1,14 @@
 """What overlapped operations keep: workspaces, and memory that peers write."""
 
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from tests.compare import Block
+from tests.overlap.extension import Communicator
 from tests.overlap.test_operations import forced
 from tpfused import ParallelTransformer, TransformerConfig
 from tpfused.explanation import Choice, Explanation, GroupMemory, explain
@@ -78,6 +80,26 @@ def check_kept_workspaces(ctx, tp):
         assert kept[0] is largest
         for stream in range(10, 20):
             assert calls._workspace(kept, x, stream, 100) is kept[stream] and len(kept) <= calls.MOST_STREAMS
+        assert list(kept) == [16, 17, 18, 19]
+
+
+def check_workspaces_of_groups(ctx, tp):
+    """Operations of two groups may run at the same time, though one stream has both."""
+    plan = SimpleNamespace(tokens=1, each=1, batch=1, compiled=False)
+    with forced(ctx, tp, "p2p"):
+        made = [Communicator(resolve_group(ctx.group(tp))) for _ in range(2)]
+        for group in made:
+            group.module = Mock()
+            for _ in range(2):
+                calls._run((group, "p2p"), "operation", plan, torch.ones(1, 1), 1, 1, 1, calls.NOWHERE)
+        first, second = ([call.args[3] for call in group.module.operation.call_args_list] for group in made)
+    assert first[0] == first[1] != second[0] == second[1]
+
+
+@pytest.mark.parametrize("workers", ["cpu"], indirect=True)
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_a_group_has_workspaces_of_its_own(workers, tp):
+    workers.run(check_workspaces_of_groups, tp)
 
 
 @pytest.mark.parametrize("workers", ["cpu"], indirect=True)

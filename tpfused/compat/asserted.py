@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 from tpfused import sharding
-
-
-class AssertedError(ValueError, AssertionError):
-    """tpfused's `ValueError` that programs, and tests of theirs, can catch as the library's `AssertionError`, too."""
+from tpfused.checks import AssertedError
 
 
 def divide(numerator: int, denominator: int, what: str) -> int:

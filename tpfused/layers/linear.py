@@ -38,7 +38,7 @@ class ColumnParallelLinear(LinearParameters):
             functions do; the bias is then zero. None: `nn.Linear`'s initialisation. Either way the ranks' shards are
             slices of one tensor, the same at every degree.
         sequence_dim: the token dimension that sequence parallelism splits.
-        backend: None: the fastest way measured. "reference" forces the plain path, torch's matmuls and collectives, as
+        backend: None: as is measured to be best. "reference" forces the plain path, torch's matmuls and collectives, as
             ``with tpfused.tier("reference"):`` does for all layers called inside.
         accumulate_main_grad: where the weight has an attribute `main_grad`, a contiguous float32 tensor of its (local)
             shape, backward adds the weight's gradient to that, in float32, and ``weight.grad`` stays None. This is
@@ -120,7 +120,7 @@ class ColumnParallelLinear(LinearParameters):
             sequence_dim=self.sequence_dim if self.sequence_parallel else None,
             total_len=total_len,
             activation=self.activation,
-            out_features=self.out_features,
+            out_features=self.split_features(),
             gather_output=self.gather_output,
             backend=self.backend,
             main_grad=main_grad,
@@ -130,8 +130,12 @@ class ColumnParallelLinear(LinearParameters):
         if not self.skip_bias_add:
             return out
         if self.gather_output and bias is not None:
-            bias = gather_from_group(bias, 0, self.out_features, self.group)
+            bias = gather_from_group(bias, 0, self.split_features(), self.group)
         return out, bias
+
+    def split_features(self) -> int:
+        """All ranks' features of the dimension that is split, as `forward` has them."""
+        return self.out_features
 
 
 def column_forward(
@@ -305,10 +309,10 @@ class RowParallelLinear(LinearParameters):
         if then is not None and (self.sequence_parallel or self.skip_bias_add):
             raise ValueError(f"{self.called}: `then` is for sequence_parallel=False and skip_bias_add=False")
         weight, main_grad = self.weight_and_main_grad()
-        features = self.in_features
+        features = in_features = self.split_features()
         if self.input_is_parallel:
-            features = shard_size(self.in_features, self.group.size, self.group.rank)
-        checks.check_input(x, features, weight, self.called, part_of=self.in_features)
+            features = shard_size(in_features, self.group.size, self.group.rank)
+        checks.check_input(x, features, weight, self.called, part_of=in_features)
         dim = checks.token_dim(x, self.sequence_dim, self.called) if self.sequence_parallel else None
         if residual is not None or then is not None:
             shape = [*x.shape[:-1], self.out_features]
@@ -333,7 +337,7 @@ class RowParallelLinear(LinearParameters):
         else:
             if not self.input_is_parallel:
                 x = scatter_to_group(x, -1, self.group)
-            overlapped = {"in_features": self.in_features, "main_grad": main_grad, "group": self.group}
+            overlapped = {"in_features": in_features, "main_grad": main_grad, "group": self.group}
             if dim is None:
                 out = matmul_all_reduce(x, weight, added, **overlapped)
                 out = out if residual is None else residual + out
@@ -341,11 +345,15 @@ class RowParallelLinear(LinearParameters):
                 out = matmul_reduce_scatter(x, weight, added, sequence_dim=dim, residual=residual, **overlapped)
         return (out, bias) if self.skip_bias_add else out
 
+    def split_features(self) -> int:
+        """As in `ColumnParallelLinear`."""
+        return self.in_features
+
     def _forward_norm(self, x: Tensor, weight: Tensor, residual: Tensor, norm: Norm) -> tuple[Tensor, Tensor]:
         if self.backend == "reference" or not self.input_is_parallel or torch.is_grad_enabled():
             total = residual + self.forward(x)
             return total, norm(total)
         bias, operands = self.replicated("bias", sharded_tokens=False), norm.operands()
         return matmul_all_reduce_norm(
-            x, weight, bias, residual, operands, in_features=self.in_features, group=self.group
+            x, weight, bias, residual, operands, in_features=self.split_features(), group=self.group
         )

@@ -9,8 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from tpfused import reference
-from tpfused.checks import check_booleans, check_integer, check_number, check_tensor
-from tpfused.compat.asserted import AssertedError
+from tpfused.checks import AssertedError, check_booleans, check_integer, check_number, check_tensor
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import has_kernels, runs_kernels
 

@@ -18,7 +18,7 @@ MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of
 MOST_GATHERED, MOST_FEATURES_GATHERED = 2 * 2**20, 8 * 2**20
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
-MOST_STREAMS = 4  # that have a workspace of a group's, for it is used in one stream's order
+MOST_STREAMS = 4  # for which a group keeps a workspace: it is used in one stream's order
 
 Link = tuple[Communicator, str]  # and its tier
 Layout = tuple[
@@ -222,7 +222,7 @@ def _workspace(kept: dict[int, Tensor], x: Tensor, stream: int, size: int, stays
     if workspace is None or workspace.numel() < size:
         kept.pop(stream, None)
         if len(kept) >= MOST_STREAMS:
-            kept.clear()
+            del kept[next(iter(kept))]
         workspace = torch.empty(min(rounded_up(size), KEPT_WORKSPACE), dtype=torch.uint8, device=x.device)
         kept[stream] = workspace
     return workspace

@@ -196,7 +196,7 @@ def _why_plain(group: TPGroup, x: Tensor, shape: Shape) -> str | None:
 def _agreed(
     case: str, call: str, place: _Place, group: TPGroup, device: torch.device, attempt: Attempt
 ) -> tuple[str, str, saved.Times]:
-    """The fastest tier, why, and the times: those that are kept, or new ones. `call` is the case with its rows as they
+    """The tier to take, why, and the times: those that are kept, or new ones. `call` is the case with its rows as they
     are, in which the ranks must agree as well."""
     is_first = group.rank == 0
     meet_for(call, group.process_group)
@@ -206,7 +206,7 @@ def _agreed(
     if len(set(calls)) > 1:
         raise ValueError(f"the ranks call an operation with different sizes: {', '.join(calls)}")
     if us and set(us) == {*place.tiers, "reference"}:
-        return fastest(us), "measured before, kept on disk", us
+        return *_taken(us, "measured before, kept on disk"), us
     candidates = {tier: partial(attempt, (place.communicator, tier)) for tier in place.tiers}
     candidates["reference"] = partial(attempt, None)
     us, failures = measure(candidates, device, group.process_group)
@@ -214,7 +214,14 @@ def _agreed(
     together(place.communicator.check_alive, [group.process_group], CHOOSING)
     if is_first and not failures:  # a failure may have been for want of memory, which another process has
         saved.save(place.name, case, us)
-    return fastest(us), "; ".join(["measured", *(f"{tier} failed on {what}" for tier, what in failures.items())]), us
+    return *_taken(us, "measured", *(f"{tier} failed on {what}" for tier, what in failures.items())), us
+
+
+def _taken(us: saved.Times, *why: str) -> tuple[str, str]:
+    """The tier, and why."""
+    tier = fastest(us)
+    slower = tier in us and us[tier] > min(us.values())
+    return tier, "; ".join([*why, *["what is faster gains too little"] * slower])
 
 
 def _place_of(group: TPGroup, device: torch.device, capturing: bool, operation: str) -> _Place:

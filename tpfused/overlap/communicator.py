@@ -28,6 +28,7 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
+WAITING_BLOCKS = 64  # of a kernel that waits for peers, at most: less than half of a GPU's multiprocessors
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
@@ -40,8 +41,8 @@ class Communicator:
     Attributes:
         tiers: the ways that rows can travel here, the fastest first: "p2p" where peers reach each other's memory.
         members: the ranks' processes, by their hosts and numbers.
-        workspaces: of operations on each of the caller's streams. Not another group's: its operations have streams of
-            their own beside the caller's, and come from other threads between two calls of this one's.
+        workspaces: of operations on each of the caller's streams. A group's own: threads may use two groups on one
+            stream, and each group has streams of its own beside, which the caller's does not order.
     """
 
     def __init__(self, module, handle: int, group: TPGroup, device: torch.device):
@@ -105,8 +106,8 @@ class Communicator:
 
     def close(self) -> None:
         if self.handle:
-            self.module.group_destroy(self.handle)
-            self.handle = 0
+            handle, self.handle = self.handle, 0  # first: other threads may ask what it keeps
+            self.module.group_destroy(handle)
 
     def reserve(self, slot_bytes: int, operation: str) -> None:
         """Peers' buffers of at least this size. All ranks ask for the same, in the same operations."""
@@ -129,7 +130,7 @@ class Communicator:
     @property
     def workspace_bytes(self) -> int:
         """Kept from call to call: of torch's allocator."""
-        return sum(workspace.numel() for workspace in self.workspaces.values())
+        return sum(workspace.numel() for workspace in list(self.workspaces.values()))  # other threads may add one
 
     def set_deterministic(self, wanted: bool) -> None:
         """Whether every tier is to give the same bits from now on. The same on all ranks."""
@@ -269,7 +270,7 @@ def _make(group: TPGroup, device: torch.device) -> Communicator | None:
     def create() -> tuple[Any, int]:
         module = extension.load()
         with torch.cuda.device(device):
-            return module, module.group_create(device.index, group.rank, group.size)
+            return module, module.group_create(device.index, group.rank, group.size, WAITING_BLOCKS)
 
     # Whatever it is: the others are about to exchange, and wait for this rank.
     made, failure = attempt(create)

@@ -15,9 +15,10 @@ ROUNDS = 8  # in each of which all candidates take their turn, so that a busy mo
 LAP = 5e-3  # seconds that a candidate's turn takes at least, unless that is more than so many calls:
 MOST_CALLS = 50
 NOISE = 0.01  # of the plain path's time: what a tier must gain to be taken
-# Of the fastest tier's time: those that are as near come in their order. Weights that come without all ranks' features
-# share a choice. Where these are many, the matmul hides nearly everything by any tier; where they are few, copy engines
-# gain more: of 8192 x 8192 rows 3 % over NCCL with 28672 features and 12 % with 10240 (two H200).
+# Of the fastest tier's time: those that are as near come in their order. What is measured for one number of output
+# features may be taken for others (`out_features=None`). Where there are many, the matmul hides nearly everything by
+# any tier; where there are few, copy engines gain more: of 8192 x 8192 rows 3 % over NCCL with 28672 features and 12 %
+# with 10240 (two H200).
 NEAR = 0.03
 
 

@@ -1,7 +1,7 @@
 """How an overlapped operation's rows travel: by copy engines ("p2p"), by NCCL, or before the matmul ("reference").
 
-NCCL sends and receives a peer's rows at a time, of gathers and scatters too: the matmul of what has come need not wait
-for the rest, and a scatter's parts are added in the ranks' order, in float32.
+By NCCL, each step of a gather or a scatter sends to one peer and receives from another, as by copy engines: the matmul
+of what has come need not wait for the rest, and parts are added in the ranks' order, in float32.
 
 There is no tier whose matmul kernel waits for rows and sends them itself: with 8192 rows copy engines come to 1.03 of
 the floor or below for all-gathers, and to 1.05 for reduce-scatters (README's tables), without a matmul of our own for
@@ -40,7 +40,7 @@ def tier(name: str) -> Iterator[None]:
         name: "p2p" or "nccl" force that tier. Under "sequential" nothing is overlapped: torch's collective comes before
             or after the whole matmul; under "reference" the layers use none of Triton's kernels either, as with their
             ``backend="reference"``. "first" takes the first tier that the group has, and measures nothing; "measured",
-            where nothing else is said, the fastest. Tiers do not add in the same order: where each run must give the
+            where nothing else is said, as they were. Tiers do not add in the same order: where each run must give the
             same bits, force one, or see `deterministic`.
 
     Raises:

@@ -303,7 +303,7 @@ def _peak_bytes(program: Program, call: Callable[[], None], variant: str, place:
 
 
 def _kept_bytes(variant: str, place: Place) -> int:
-    """Ours from call to call, from before `used` is counted: workspaces and what peers write."""
+    """What ours has kept from the calls before, which `used` does not count: workspaces and what peers write."""
     return kept_bytes(place.tp.get_group()) if variant == "ours" else 0
 
 

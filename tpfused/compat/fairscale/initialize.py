@@ -11,7 +11,8 @@ from datetime import timedelta
 
 import torch
 
-from tpfused.compat.asserted import AssertedError, divide
+from tpfused.checks import AssertedError
+from tpfused.compat.asserted import divide
 from tpfused.compat.fairscale.utils import ensure_divisibility as ensure_divisibility
 from tpfused.group import TPGroup, resolve_group
 from tpfused.parameter import check_size

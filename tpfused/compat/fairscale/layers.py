@@ -4,6 +4,9 @@ Accepted without meaning here: `norm_type` (nothing is renormalised), `keep_mast
 `ParallelEmbedding` (as in fairscale). Refused with a `ValueError`, since results would differ: a `stride` other than 1,
 and the embeddings' `max_norm`, `scale_grad_by_freq` and `sparse`.
 
+A program may put weights of other sizes in a layer's place, and `forward` follows: not `full_state_dict`, which knows
+the sizes that the layer was built with, and no ids of a `VocabParallelEmbedding` beyond those (as in fairscale).
+
 Differs from fairscale: `padding_idx` is an id of the whole vocabulary at every degree; under autocast the output of
 `RowParallelLinear` has autocast's dtype with a bias, too (there it is float32, the bias's).
 """
@@ -90,9 +93,8 @@ class ColumnParallelLinear(_Layer, linear.ColumnParallelLinear):
         self.output_size_per_partition = own
         self.master_weight = self.get_master_weight() if keep_master_weight_for_test else None
 
-    def forward(self, input_: Tensor) -> Tensor:
-        self.out_features = _whole_size(self, 0)
-        return super().forward(input_)
+    def split_features(self) -> int:
+        return _whole_size(self, 0)
 
     def get_master_weight(self) -> Tensor:
         """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
@@ -131,9 +133,8 @@ class RowParallelLinear(_Layer, linear.RowParallelLinear):
         self.input_size_per_partition = own
         self.master_weight = self.get_master_weight() if keep_master_weight_for_test else None
 
-    def forward(self, input_: Tensor) -> Tensor:
-        self.in_features = _whole_size(self, 1)
-        return super().forward(input_)
+    def split_features(self) -> int:
+        return _whole_size(self, 1)
 
     def get_master_weight(self) -> Tensor:
         """The whole weight ``[out, in]``, without gradient. Collective over the ranks."""
@@ -237,7 +238,7 @@ class ParallelEmbedding(_Table):
         weight = self.local("weight")
         embedding.check_ids(input_, weight, "ParallelEmbedding")
         rows = F.embedding(input_, weight, self.padding_idx)
-        return gather_from_group(rows, -1, self.embedding_dim, self.group)
+        return gather_from_group(rows, -1, _whole_size(self, 1), self.group)
 
     def extra_repr(self) -> str:
         return f"{self.num_embeddings}, {self.embedding_dim}, ranks={self.group.size}"
@@ -252,9 +253,9 @@ def _draw_table(layer: VocabParallelEmbedding | ParallelEmbedding) -> None:
     layer.fill_parameter("weight", whole)
 
 
-def _whole_size(layer: ColumnParallelLinear | RowParallelLinear, dim: int) -> int:
+def _whole_size(layer: ColumnParallelLinear | RowParallelLinear | ParallelEmbedding, dim: int) -> int:
     """By what is there: a program may have put a tensor of its own, and of another size, in the weight's place."""
-    return layer.weight.shape[dim] * layer.group.size
+    return int(layer.weight.shape[dim]) * layer.group.size  # under torch.jit.trace sizes are tensors
 
 
 def _whole_weight(layer: ColumnParallelLinear | RowParallelLinear, dim: int) -> Tensor:

@@ -7,7 +7,7 @@ does not work there). Differs from fairscale: nothing is printed, and `checkpoin
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 
 import torch
 import torch.utils.checkpoint
@@ -100,28 +100,27 @@ def model_parallel_cuda_manual_seed(seed: int) -> None:
 
 def checkpoint(function, *args):
     """``function(*args)``, computed again in backward instead of kept, with the random numbers of the first time."""
-    # Compiled code takes contexts of torch's own kind only, and forks no stream of the tracker's.
-    replayed = {} if torch.compiler.is_compiling() else {"context_fn": _replay_streams}
-    return torch.utils.checkpoint.checkpoint(function, *args, use_reentrant=False, **replayed)
+    first: list[dict[str, Tensor]] = []
+
+    def replayed(*args):
+        # Not by torch's `context_fn`: compiled code takes contexts of torch's own kind only. What it holds as one graph
+        # forks no stream, for that breaks the graph.
+        if torch.compiler.is_compiling():
+            return function(*args)
+        if not first:
+            first.append(_tracker.get_states())
+            return function(*args)
+        later = _tracker.get_states()
+        _tracker.set_states(first[0])
+        try:
+            return function(*args)
+        finally:
+            _tracker.set_states(later)
+
+    return torch.utils.checkpoint.checkpoint(replayed, *args, use_reentrant=False)
 
 
 class CheckpointFunction:
     """For programs that call its `apply` instead of `checkpoint`; no autograd function here."""
 
     apply = staticmethod(checkpoint)
-
-
-def _replay_streams() -> tuple[AbstractContextManager, AbstractContextManager]:
-    """Contexts for the forward and for the recomputation; torch itself replays its default streams."""
-    first = _tracker.get_states()
-
-    @contextmanager
-    def replay():
-        later = _tracker.get_states()
-        _tracker.set_states(first)
-        try:
-            yield
-        finally:
-            _tracker.set_states(later)
-
-    return nullcontext(), replay()

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfused.checks import check_tensor
+from tpfused.checks import check_boolean, check_tensor
 from tpfused.compat.asserted import divide
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.group import TPGroup
@@ -19,6 +19,7 @@ from tpfused.main_grad import announced, into_main_grad, main_grad_of
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
 
 Init = Callable[[Tensor], object] | None
+SWITCHES = "sequence_parallel", "perform_initialization", "use_cpu_initialization", "gradient_accumulation_fusion"
 
 
 class Layer(ParallelModule):
@@ -36,6 +37,9 @@ class Layer(ParallelModule):
         check_init_method(init_method)
         if isinstance(config, type(None) | str | int | float | dict | list | tuple | Tensor):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
+        for name in SWITCHES:
+            if (given := getattr(config, name, None)) is not None:
+                check_boolean(given, f"config.{name}")
         remat_size = getattr(config, "gtp_weight_remat_size", 1)
         remat_group = getattr(pg_collection, "gtp_remat", None)
         remat_ranks = 1 if remat_group is None else remat_group.size()

@@ -5,8 +5,7 @@ from __future__ import annotations
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfused.checks import check_number
-from tpfused.compat.asserted import AssertedError
+from tpfused.checks import AssertedError, check_number
 from tpfused.compat.megatron.mappings import find_group
 from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.compat.sizes import as_labels, size_of

@@ -142,10 +142,9 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
             got = "there is none" if weight is None else f"its shape is {tuple(weight.shape)}"
             raise ValueError(f"ColumnParallelLinear: the weight must be of shape {expected}, but {got}")
         bias = self.local("bias")
-        gather = self.gather_output
-        if runtime_gather_output is not None:
-            check_boolean(runtime_gather_output, "runtime_gather_output")
-            gather = runtime_gather_output
+        gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
+        check_boolean(gather, "gather_output" if runtime_gather_output is None else "runtime_gather_output")
+        check_boolean(self.disable_grad_reduce, "disable_grad_reduce")
         alone = self.disable_grad_reduce and not self.sequence_parallel  # as a whole layer of this rank's features
         out = linear.column_forward(
             input_,
@@ -205,6 +204,7 @@ class RowParallelLinear(LinearLayer, linear.RowParallelLinear):
     ):
         place = self._setup(config, init_method, tp_group, stride, pg_collection)
         refuse("RowParallelLinear", is_expert=is_expert or None)
+        check_booleans(RowParallelLinear.__init__, locals())
         self.input_size_per_partition = per_rank(input_size, "input_size", stride, place["group"])
         super().__init__(
             input_size,
@@ -255,6 +255,7 @@ class VocabParallelEmbedding(Layer, embedding.VocabParallelEmbedding):
         pg_collection=None,
     ):
         place = self._setup(config, init_method, tp_group, pg_collection=pg_collection)
+        check_booleans(VocabParallelEmbedding.__init__, locals())
         group = place["group"]
         self.num_embeddings_per_partition = per_rank(num_embeddings, "num_embeddings", 1, group)
         self.vocab_start_index = group.rank * self.num_embeddings_per_partition
