@@ -229,6 +229,25 @@ def test_one_error_lists_all_that_does_not_fit_and_nothing_changes(workers, tp, 
         ]
 
 
+def check_other_states(ctx, tp, seed):
+    """What each rank has drawn for itself: of no one model."""
+    torch.manual_seed(seed + ctx.rank)
+    layer = tpfused.ColumnParallelLinear(4, 8, group=ctx.group(tp), device=ctx.device)
+    optimizer = torch.optim.SGD(layer.parameters(), lr=0.1, momentum=0.9)
+    state, before = nn.Linear(4, 8).state_dict(), layer.weight.detach().clone()
+    told = "the ranks give different states: 2 of 2 tensors begin with other entries on rank"
+    with pytest.raises(ValueError, match=told):
+        load_full_state_dict(layer, state)
+    with pytest.raises(ValueError, match=told):
+        load_full_optimizer_state(layer, optimizer, {f"{name}.momentum_buffer": each for name, each in state.items()})
+    assert torch.equal(layer.weight, before) and not optimizer.state
+
+
+@pytest.mark.parametrize("tp", [2, 4], indirect=True)
+def test_states_that_differ_between_ranks(workers, tp, seed):
+    workers.run(check_other_states, tp, seed)
+
+
 def test_floating_point_dtypes_are_cast_and_no_others():
     model = nn.BatchNorm1d(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

@@ -23,6 +23,7 @@ from tpfused.parts import (
     Part,
     agree_on_parts,
     check_dense_entries,
+    check_same_beginnings,
     copy_on_cpu,
     model_entries,
     model_parts,
@@ -56,20 +57,25 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copy this rank's part of each tensor of a `full_state_dict` into the model, in place.
 
-    Every rank gives the whole `state`. It may be any mapping, such as one that reads a file: each tensor is
-    asked for twice (for its shape first) and not kept. Dtypes and devices are the model's: floating-point
+    Every rank gives the whole `state`, the same one: the ranks compare the first entries of each tensor (of its first
+    row, at most 256). It may be any mapping, such as one that reads a file: each tensor is asked for three times and
+    not kept. Dtypes and devices are the model's: floating-point
     tensors are cast, no others.
 
     Raises:
         ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the
-            two is no floating-point one, or no tensors (all are listed), or the model is on the meta device.
+            two is no floating-point one, or no tensors (all are listed), or the model is on the meta device; the
+            ranks give different states.
         TypeError: a model that is no nn.Module or has a sparse buffer, a state that is no mapping.
         RuntimeError: the process group that the model is split over was destroyed.
 
         On every rank that the model is split over, where it concerns one. Nothing has changed then, on any.
     """
     check_module(model)
-    for entry in together(partial(_fitting, model, state), groups_of(model), "load_full_state_dict"):
+    groups, call = groups_of(model), "load_full_state_dict"
+    entries = together(partial(_fitting, model, state), groups, call)
+    check_same_beginnings(state, groups, call, "give different states")
+    for entry in entries:
         _load(entry, entry.tensor, [state[name] for name in entry.names])
 
 
@@ -130,19 +136,21 @@ def load_full_optimizer_state(
 ) -> None:
     """Give the optimizer, new or used, this rank's part of a `full_optimizer_state`.
 
-    Every rank gives the whole `state`, any mapping. The optimizer keeps its own hyper-parameters. A parameter
-    of which `state` holds nothing (it had had no gradient yet) starts afresh.
+    Every rank gives the whole `state`, any mapping, compared as that of `load_full_state_dict` is. The optimizer keeps
+    its own hyper-parameters. A parameter of which `state` holds nothing (it had had no gradient yet) starts afresh.
 
     Raises:
         ValueError: names are missing, not the model's, of another shape, or no tensors (all are listed), or the
-            optimizer has parameters that are not the model's.
+            optimizer has parameters that are not the model's; the ranks give different states.
         TypeError: something else than a model, an optimizer, a mapping.
         RuntimeError: the process group that the model is split over was destroyed.
 
         On every rank that the model is split over, where it concerns one. Nothing has changed then, on any.
     """
     check_module(model)
-    restored = together(partial(_restored, model, optimizer, state), groups_of(model), "load_full_optimizer_state")
+    groups, call = groups_of(model), "load_full_optimizer_state"
+    restored = together(partial(_restored, model, optimizer, state), groups, call)
+    check_same_beginnings(state, groups, call, "give different states")
     # The optimizer's own method knows on which device each number must live (a fused Adam's step, say).
     optimizer.load_state_dict({"state": restored, "param_groups": optimizer.state_dict()["param_groups"]})
 

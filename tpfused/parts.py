@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
-from typing import NamedTuple
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpfused.agreement import by_rank
+from tpfused.agreement import by_rank, raise_together, together
 from tpfused.checks import check_dense, check_module, kind_of
 from tpfused.packing import Packing
 from tpfused.parallel.same import check_alike
 from tpfused.placement import gather_whole, local, own_box, splits, whole_shape
+
+_COMPARED = 256  # entries of a tensor: one page of a file or two
 
 
 class Entry(NamedTuple):
@@ -175,3 +178,42 @@ def copy_on_cpu(value: Tensor | float) -> Tensor | float:
 
 def shape_of(value: object) -> tuple[int, ...]:
     return tuple(getattr(value, "shape", ()))
+
+
+def check_same_beginnings(tensors: Mapping[str, Any], groups: list[dist.ProcessGroup], call: str, what: str) -> None:
+    """Refuse, on every rank, tensors of one shape that are not the same ones: their shards would be of no model.
+
+    Args:
+        tensors: this rank's, or what has a shape and is sliced as they are, or numbers. Each is asked for once.
+        call: as for `by_rank`.
+        what: the ranks do, then.
+
+    Raises:
+        ValueError: some tensors begin with other entries on another rank; names them all.
+    """
+
+    def look() -> dict[str, bytes]:
+        return {name: _first_bytes(tensor) for name, tensor in tensors.items()} if groups else {}
+
+    first, failure = together(look, groups, call), None
+    of_all = hashlib.sha256(repr(sorted(first.items())).encode()).digest()
+    for group in groups:
+        if len(set(by_rank(of_all, group, call).values())) > 1:  # as all of this group's ranks see
+            (one, own), *others = by_rank(first, group, call).items()
+            rank, other = next((rank, other) for rank, other in others if other != own)
+            names = own | other
+            different = [name for name in names if own.get(name) != other.get(name)]
+            failure = ValueError(
+                f"the ranks {what}: {len(different)} of {len(names)} tensors begin with other entries on rank {rank} "
+                f"than on rank {one}, or are not there" + "".join(f"\n  {name}" for name in different)
+            )
+    raise_together(failure, groups, call)
+
+
+def _first_bytes(tensor: Any) -> bytes:
+    """Of its first entries, at most so many of one row: a few, whatever its size."""
+    if not hasattr(tensor, "shape"):
+        tensor = torch.as_tensor(tensor)
+    *rows, last = tensor.shape or (1,)
+    box = (*(slice(0, min(1, size)) for size in rows), slice(0, min(_COMPARED, last))) if tensor.shape else ()
+    return bytes(tensor[box].reshape(-1).cpu().view(torch.uint8).tolist())

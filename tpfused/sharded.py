@@ -6,7 +6,6 @@ The files hold whole tensors under the dense model's names, as those of transfor
 
 from __future__ import annotations
 
-import hashlib
 import os
 import re
 from collections.abc import Mapping
@@ -18,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpfused.agreement import attempt, by_rank, raise_together, together
+from tpfused.agreement import attempt, raise_together, together
 from tpfused.checkpoint import check_state
 from tpfused.checks import check_module
 from tpfused.parameter import check_size, empty_on
@@ -27,6 +26,7 @@ from tpfused.parts import (
     Part,
     agree_on_parts,
     check_dense_entries,
+    check_same_beginnings,
     model_entries,
     model_parts,
     save_part,
@@ -36,7 +36,6 @@ from tpfused.sharded_files import INDEX, SINGLE, Writer, indexed
 
 _COMPUTED = (r"rotary_emb\.inv_freq$", r"attn\.masked_bias$")  # that older checkpoints hold, and models now compute
 _LOAD = "load_sharded"  # what its ranks tell each other that they are in
-_COMPARED = 256  # entries of each tensor: one page of the file or two
 
 
 @torch.no_grad()
@@ -76,7 +75,7 @@ def load_sharded(model: nn.Module, path: str | Path, *, device: torch.device | s
     groups = groups_of(model)
     with ExitStack() as files:
         found = together(partial(_found, model, path, files), groups, _LOAD)
-        _check_same_everywhere(found, groups)
+        check_same_beginnings(found, groups, _LOAD, "read different checkpoints")
         for module, name, tensor in together(partial(_off_meta, model, device), groups, _LOAD):
             if isinstance(tensor, nn.Parameter):
                 module.register_parameter(name, tensor)
@@ -128,32 +127,6 @@ def _one_of_each(entries: list[Entry], copies: dict[str, dict[str, StoredTensor]
             + "".join(f"\n  {text}" for text in different)
         )
     return first
-
-
-def _check_same_everywhere(found: dict[str, StoredTensor], groups: list[dist.ProcessGroup]) -> None:
-    """Refuse, on every rank, checkpoints of one shape that are not the same one: their shards would be of no model.
-
-    Raises:
-        ValueError: some tensors begin with other entries on another rank; names them all.
-    """
-
-    def look() -> dict[str, bytes]:
-        return {name: tensor.first_bytes() for name, tensor in found.items()} if groups else {}
-
-    first, failure = together(look, groups, _LOAD), None
-    of_all = hashlib.sha256(repr(sorted(first.items())).encode()).digest()
-    for group in groups:
-        if len(set(by_rank(of_all, group, _LOAD).values())) > 1:  # as all of this group's ranks see
-            (one, own), *others = by_rank(first, group, _LOAD).items()
-            rank, other = next((rank, other) for rank, other in others if other != own)
-            names = own | other
-            different = [name for name in names if own.get(name) != other.get(name)]
-            failure = ValueError(
-                f"the ranks read different checkpoints: {len(different)} of {len(names)} tensors begin with other "
-                f"entries on rank {rank} than on rank {one}, or are not there"
-                + "".join(f"\n  {name}" for name in different)
-            )
-    raise_together(failure, groups, _LOAD)
 
 
 def _read(model: nn.Module, found: dict[str, StoredTensor]) -> None:
@@ -235,15 +208,6 @@ class StoredTensor:
     @property
     def dtype(self) -> torch.dtype:
         return self[(slice(0, 0),) * len(self.shape)].dtype
-
-    def first_bytes(self) -> bytes:
-        """Of its first entries, at most so many of one row: a few, whatever its size."""
-        if not self.shape:
-            entries = self[()]
-        else:
-            *rows, last = self.shape
-            entries = self[(*(slice(0, min(1, size)) for size in rows), slice(0, min(_COMPARED, last)))]
-        return bytes(entries.reshape(-1).view(torch.uint8).tolist())
 
     def __getitem__(self, box: tuple[slice, ...]) -> Tensor:
         if not self.shape:

@@ -20,8 +20,11 @@ from tpfused.bench.model.cases import SIZES, Case, Degree, cases, degrees_of
 from tpfused.bench.model.decode import step_of
 from tpfused.bench.model.programs import build, build_all, build_peer, place_of
 from tpfused.bench.model.worker import MATMUL, Plan, Programs
+from tpfused.bench.options import check_options
 from tpfused.bench.sampling import Sampled
+from tpfused.cli.errors import UserError
 from tpfused.layers.cache import KVCache
+from tpfused.workers import Worker
 
 ROOT = Path(__file__).resolve().parents[2]
 TINY = SIZES["tiny"]
@@ -56,6 +59,20 @@ def test_under_torchrun(tmp_path):
     for row in rows:
         assert row["correct"], row
         assert row["dp"] == 2 or row["deviation"] < 2 * row["dense_deviation"], row
+
+
+def test_only_the_first_rank_looks_at_files(tmp_path):
+    """Another host may lack the folder, and its ranks write nothing."""
+    path = tmp_path / "missing" / "run.json"
+    given = {"dtype": "bf16", "rounds": None, "json": str(path), "csv": None, "plot": str(path), "gpus": None}
+    ranks = [Worker(rank, 2, rank, 2, None, None) for rank in range(2)]
+    check_options(given, ["bf16"], ranks[1])
+    for writer in (None, ranks[0]):
+        with pytest.raises(UserError, match="there is no folder"):
+            check_options(given, ["bf16"], writer)
+    for each in ranks:
+        with pytest.raises(UserError, match="--gpus 4: torchrun has started 2 workers"):
+            check_options(given | {"gpus": 4}, ["bf16"], each)
 
 
 def test_lists_without_a_gpu(capsys, monkeypatch):

@@ -15,6 +15,7 @@ from torch.distributed.fsdp import fully_shard
 import tpfused
 from tests.compare import refuses
 from tests.parallelize.models import build, random_ids, whole
+from tpfused import parts as of_models
 from tpfused import sharded
 
 pytest.importorskip("transformers")
@@ -68,7 +69,10 @@ def check_load(ctx, tp, folder, name):
         return part
 
     # What the ranks compare beforehand is not counted: in tensors as small as these it is all of them.
-    with mock.patch.multiple(sharded.StoredTensor, __getitem__=counted, first_bytes=lambda self: b""):
+    with (
+        mock.patch.object(sharded.StoredTensor, "__getitem__", counted),
+        mock.patch.object(of_models, "_first_bytes", lambda tensor: b""),
+    ):
         tpfused.load_sharded(model, path)
     parts = {id(p): p.to_local() for p in model.parameters()}
     own = sum(part.nbytes for part in parts.values())

@@ -43,12 +43,19 @@ def select(known: Sequence[str], cases: Callable[[str], list], options: Mapping[
     return chosen
 
 
-def check_options(options: Mapping[str, Any], dtypes: Sequence[str]) -> None:
-    """Find out before the measurements what would spoil their report."""
+def check_options(options: Mapping[str, Any], dtypes: Sequence[str], worker: Worker | None = None) -> None:
+    """Find out before the measurements what would spoil their report, which the first rank alone writes.
+
+    `worker`: of torchrun's, or None.
+    """
     if options["dtype"] not in dtypes:
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(dtypes)}")
     if options["rounds"] is not None and options["rounds"] < 1:
         raise UserError(f"--rounds must be at least 1, not {options['rounds']}")
+    if worker is not None and options["gpus"] not in (None, worker.world):
+        raise UserError(f"--gpus {options['gpus']}: torchrun has started {worker.world} workers")
+    if worker is not None and worker.rank != 0:
+        return
     for option in ("json", "csv"):
         if options[option] is not None:
             check_writable(option, options[option])

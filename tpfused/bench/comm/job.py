@@ -54,7 +54,7 @@ def execute(options: Mapping[str, Any]) -> int:
     if device == "cpu":
         _check_memory(max(case.size for case in chosen), worker.local_world if worker else world)
     ranks = grid(world, options["tp"], options["dp"])
-    check_options(options, list(DTYPES))
+    check_options(options, list(DTYPES), worker)
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
     argument = {"cases": chosen, "device": device, "dtype": options["dtype"], "rounds": rounds, "seed": seed}
     argument["groups"] = ranks.groups()

@@ -47,7 +47,7 @@ def execute(options: Mapping[str, Any]) -> int:
         for case in chosen:
             print(f"{case.label}{'  (quick)' * case.quick}")
         return 0
-    check_options(options, ("bf16", "fp16"))
+    check_options(options, ("bf16", "fp16"), worker)
     here = worker.local_world if worker else world
     check_gpus(1, world, here, found, "--size tiny runs on a CPU, and --list needs none")
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)

@@ -37,7 +37,9 @@ def execute(options: Mapping[str, Any], device: str = "cuda") -> int:
     worker = torchrun_worker(emit=lambda name, payload: None)
     found = torch.cuda.device_count() if device == "cuda" else 2
     world = worker.world if worker else options["gpus"] or found
-    _check(options, world, worker.local_world if worker else world, found)
+    check_options(options, ("bf16", "fp16"), worker)
+    without = "--list needs none, and tpfused bench comm --cpu times collectives without"
+    check_gpus(2, world, worker.local_world if worker else world, found, without)
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
     argument = {"cases": chosen, "device": device, "dtype": options["dtype"], "rounds": rounds, "seed": seed}
     if worker is not None and worker.rank != 0:
@@ -49,12 +51,6 @@ def execute(options: Mapping[str, Any], device: str = "cuda") -> int:
 def is_bad(row: Row) -> bool:
     """Ours, and wrong or not measured: what the exit code tells."""
     return is_ours(row) and (row["correct"] is False or row["us"] is None)
-
-
-def _check(options: Mapping[str, Any], world: int, local_world: int, found: int) -> None:
-    check_options(options, ("bf16", "fp16"))
-    without = "--list needs none, and tpfused bench comm --cpu times collectives without"
-    check_gpus(2, world, local_world, found, without)
 
 
 def _measure(argument: dict[str, Any], worker: Worker | None, world: int, options: Mapping[str, Any]) -> int:
