@@ -8,9 +8,7 @@ namespace tpfused {
 namespace {
 
 constexpr size_t most_awaited = 1024;  // counts of a slot and peer that a time-out can tell of
-// Multiprocessors beside the waiting kernels of two groups: enough for others' blocks to come and go. NCCL's are
-// of channels that do not wait for each other.
-constexpr int left_to_others = 4;
+constexpr int left_to_others = 4;      // multiprocessors beside the waiting kernels of two groups, at least
 
 // What a rank tells its peers of its memory.
 struct Handle {
@@ -20,7 +18,7 @@ struct Handle {
 
 }  // namespace
 
-PeerMemory::PeerMemory(int rank, int size, size_t slot_bytes, int most_waiting)
+PeerMemory::PeerMemory(int rank, int size, size_t slot_bytes)
     : slot_bytes_((slot_bytes + 4095) / 4096 * 4096),
       small_bytes_(std::min(most_small_bytes, size * slot_bytes_)),
       rank_(rank),
@@ -30,7 +28,7 @@ PeerMemory::PeerMemory(int rank, int size, size_t slot_bytes, int most_waiting)
   int device = 0, processors = 0;
   check(cudaGetDevice(&device), "cudaGetDevice");
   check(cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  small_blocks_ = std::clamp((processors - left_to_others) / 2, 1, std::min(most_waiting, most_small_blocks));
+  small_blocks_ = std::clamp((processors - left_to_others) / 2, 1, most_small_blocks);
   void* memory = nullptr;
   check(cudaMalloc(&memory, bytes()), "cudaMalloc of memory that peers write");
   cudaError_t cleared = cudaMemset(memory, 0, small_at());
@@ -105,8 +103,8 @@ void InOrder::end(cudaStream_t stream, unsigned long long capture) {
   last.capture = capture;
 }
 
-Group::Group(int device, int rank, int size, int most_waiting)
-    : device(device), rank(rank), size(size), most_waiting(most_waiting), awaited_(PeerMemory::slots * size) {
+Group::Group(int device, int rank, int size)
+    : device(device), rank(rank), size(size), awaited_(PeerMemory::slots * size) {
   DeviceGuard guard(device);
   check(cudaDeviceGetAttribute(&architecture, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
   int least = 0, greatest = 0;
@@ -225,7 +223,7 @@ void Group::allocate(size_t slot_bytes) {
   size_t kept = 0;
   for (const auto& each : kept_) kept += each->bytes();
   peer_bytes = kept;
-  peers = std::make_unique<PeerMemory>(rank, size, slot_bytes, most_waiting);
+  peers = std::make_unique<PeerMemory>(rank, size, slot_bytes);
   peer_bytes = kept + peers->bytes();
   uses_ = 0;
   std::lock_guard<std::mutex> lock(awaited_mutex_);

@@ -51,8 +51,7 @@ class PeerMemory {
   static constexpr size_t tiny_bytes = 128 << 10;       // for each rank's words in each of the two areas for tiny sums
   static constexpr int words = slots * 2 * most_ranks;  // of one rank's slots, in the order of `arrived` and `emptied`
 
-  // `most_waiting`: blocks of a kernel that waits for peers, at most; see `small_blocks`.
-  PeerMemory(int rank, int size, size_t slot_bytes, int most_waiting);
+  PeerMemory(int rank, int size, size_t slot_bytes);
   ~PeerMemory();
   PeerMemory(const PeerMemory&) = delete;
   PeerMemory& operator=(const PeerMemory&) = delete;
@@ -102,7 +101,7 @@ class PeerMemory {
 
   size_t slot_bytes_;
   size_t small_bytes_;  // for every sum of which a slot has room for a rank's part
-  int small_blocks_ = most_small_blocks;
+  int small_blocks_;
   const int rank_;
   uint32_t numbers_[2] = {0, eager_numbers};  // how many have been used: outside graphs, in turn; and in graphs
   std::vector<char*> base_;                   // of each rank, as this process sees it: its own always
@@ -131,8 +130,7 @@ class InOrder {
 // What this rank needs to overlap a group's collectives with its matmuls. One a process group and device.
 class Group {
  public:
-  // `most_waiting`: blocks of one kernel that waits for peers, at most.
-  Group(int device, int rank, int size, int most_waiting);
+  Group(int device, int rank, int size);
   ~Group();
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
@@ -140,7 +138,7 @@ class Group {
   // For the NCCL tier, by all ranks together; NCCL may take so many multiprocessors.
   void connect_nccl(const ncclUniqueId& id, int processors);
 
-  const int device, rank, size, most_waiting;
+  const int device, rank, size;
   int architecture = 0;  // 9 for compute capability 9.0
   int nccl_processors = 0;
   std::atomic<ncclComm_t> nccl{nullptr};  // none, too, once an operation has been given up

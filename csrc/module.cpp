@@ -79,9 +79,9 @@ PyObject* nccl_unique_id(PyObject*, PyObject*) {
 }
 
 PyObject* group_create(PyObject*, PyObject* args) {
-  int device, rank, size, most_waiting;
-  if (!PyArg_ParseTuple(args, "iiii:group_create", &device, &rank, &size, &most_waiting)) return nullptr;
-  return guarded([&] { return PyLong_FromVoidPtr(new Group(device, rank, size, most_waiting)); });
+  int device, rank, size;
+  if (!PyArg_ParseTuple(args, "iii:group_create", &device, &rank, &size)) return nullptr;
+  return guarded([&] { return PyLong_FromVoidPtr(new Group(device, rank, size)); });
 }
 
 PyObject* group_connect_nccl(PyObject*, PyObject* args) {
@@ -376,10 +376,7 @@ PyMethodDef methods[] = {
      "kernel_architecture(device) -> the architecture, such as 90, of the machine code that this device runs."},
     {"nccl_unique_id", nccl_unique_id, METH_NOARGS,
      "What all ranks give to `group_connect_nccl`, made by one of them."},
-    {"group_create", group_create, METH_VARARGS,
-     "group_create(device, rank, size, most_waiting) -> group. Waits for no other rank. most_waiting: blocks of a "
-     "kernel "
-     "that waits for peers, at most; the ranks use the least of theirs."},
+    {"group_create", group_create, METH_VARARGS, "group_create(device, rank, size) -> group. Waits for no other rank."},
     {"group_connect_nccl", group_connect_nccl, METH_VARARGS,
      "group_connect_nccl(group, nccl_id, processors): for the NCCL tier. All ranks together."},
     {"group_destroy", group_destroy, METH_VARARGS,

@@ -59,8 +59,7 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Every rank gives the whole `state`, the same one: the ranks compare the first entries of each tensor (of its first
     row, at most 256). It may be any mapping, such as one that reads a file: each tensor is asked for three times and
-    not kept. Dtypes and devices are the model's: floating-point
-    tensors are cast, no others.
+    not kept. Dtypes and devices are the model's: floating-point tensors are cast, no others.
 
     Raises:
         ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the

@@ -8,9 +8,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.compare import Block, compare, refuses, strided
+from tests.compare import Block, compare, strided
 from tpfused import full_state_dict
-from tpfused.checks import AssertedError
 from tpfused.compat import megatron
 from tpfused.compat.megatron import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding
 from tpfused.layers import linear
@@ -348,119 +347,6 @@ def check_state(ctx, tp, seed):
 
 def test_state_dicts(workers, tp, seed):
     workers.run(check_state, tp, seed)
-
-
-def check_refusals(ctx, tp, seed):
-    block = Block(ctx, tp, "group", seed)
-    for option in (
-        {"is_expert": True},
-        {"embedding_activation_buffer": []},
-        {"grad_output_buffer": []},
-        {"output_dtype": torch.float16},
-        {"pg_collection": SimpleNamespace(gtp_remat=SimpleNamespace(size=lambda: 2))},
-    ):
-        ((name, value),) = option.items()
-        with refuses(ValueError, name, "gtp_remat of 2 ranks" if name == "pg_collection" else value):
-            make(ColumnParallelLinear, block, 8, 16, **option)
-    make(ColumnParallelLinear, block, 8, 16, output_dtype=torch.float64, pg_collection=SimpleNamespace())
-    for switch in ("disable_grad_reduce", "skip_weight_param_allocation", "gather_output"):
-        with refuses(TypeError, switch, "'no'"):
-            make(ColumnParallelLinear, block, 8, 16, **{switch: "no"})
-    for switch in ("perform_initialization", "use_cpu_initialization", "gradient_accumulation_fusion"):
-        with refuses(TypeError, f"config.{switch}", "'no'"):
-            VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, **{switch: "no"}))
-    with refuses(TypeError, "keep_master_weight_for_test", "'no'"):
-        make(RowParallelLinear, block, 8, 16, keep_master_weight_for_test="no")
-    with refuses(TypeError, "reduce_scatter_embeddings", "'no'"):
-        make(VocabParallelEmbedding, block, 16, 8, reduce_scatter_embeddings="no")
-    column, x = make(ColumnParallelLinear, block, 8, 16), block.randn(2, 1, 8)
-    with refuses(TypeError, "runtime_gather_output", "'no'"):
-        column(x, runtime_gather_output="no")
-    column.gather_output = "no"
-    with refuses(TypeError, "gather_output", "'no'"):
-        column(x)
-    with refuses(ValueError, "gtp_weight_remat_size 2"):
-        VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
-
-    def new_tensor(weight):
-        return torch.randn_like(weight)
-
-    for kind in (ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding):
-        with refuses(ValueError, "new_tensor returned a new tensor"):
-            make(kind, block, 8, 16, init=new_tensor)
-        with refuses(TypeError, "init_method", "'normal'"):
-            make(kind, block, 8, 16, init="normal")
-    with refuses(ValueError, "new_tensor returned a new tensor"):
-        make(ColumnParallelLinear, block, 8, 16, init=new_tensor, stride=2)
-    for wrong in (None, {"sequence_parallel": True}, 3, [], torch.zeros(1)):
-        with refuses(TypeError, "config", type(wrong).__name__):
-            ColumnParallelLinear(8, 16, config=wrong, init_method=None)
-    with refuses(ValueError, "is_expert True"):
-        make(RowParallelLinear, block, 8, 16, is_expert=True)
-    with refuses(TypeError, "stride", "'1'"):
-        make(ColumnParallelLinear, block, 8, 16, stride="1")
-    headless = make(ColumnParallelLinear, block, 8, 16, skip_weight_param_allocation=True)
-    with refuses(ValueError, (16 // tp, 8)):
-        headless(block.randn(4, 2, 8))
-    with refuses(ValueError, (16 // tp, 8), (3, 8)):
-        headless(block.randn(4, 2, 8), weight=block.randn(3, 8))
-    with refuses(TypeError, "ColumnParallelLinear: the weight", "list"):
-        headless(block.randn(4, 2, 8), weight=[1.0])
-    with refuses(TypeError, "VocabParallelEmbedding: the ids", "list"):
-        make(VocabParallelEmbedding, block, 16, 8, reduce_scatter_embeddings=True)([[1]])
-    for name in ("copy_to_tensor_model_parallel_region", "reduce_from_tensor_model_parallel_region"):
-        for odd in (3, None, [1.0]):
-            with refuses(TypeError, name, type(odd).__name__):
-                getattr(megatron, name)(odd, group=block.group)
-    for name in (
-        "scatter_to_tensor_model_parallel_region",
-        "gather_from_tensor_model_parallel_region",
-        "scatter_to_sequence_parallel_region",
-        "gather_from_sequence_parallel_region",
-        "reduce_scatter_to_sequence_parallel_region",
-        "all_gather_last_dim_from_tensor_parallel_region",
-        "reduce_scatter_last_dim_to_tensor_parallel_region",
-    ):
-        with refuses(ValueError, name, "no dimensions"):
-            getattr(megatron, name)(block.randn(), group=block.group)
-        with refuses(TypeError, name, "list"):
-            getattr(megatron, name)([1.0], group=block.group)
-    if tp == 1:
-        return
-    for kind, sizes, told in (
-        (ColumnParallelLinear, (8, tp + 1), "output_size"),
-        (RowParallelLinear, (tp + 1, 8), "input_size"),
-        (VocabParallelEmbedding, (tp + 1, 8), "num_embeddings"),
-    ):
-        with refuses(AssertedError, told, tp + 1, tp):
-            make(kind, block, *sizes)
-    with refuses(AssertedError, "output_size", tp, "stride of 2"):
-        make(ColumnParallelLinear, block, 8, tp, stride=2)
-    row = make(RowParallelLinear, block, 8, 8, sequence_parallel=True)
-    with refuses(AssertedError, tp + 1, tp):
-        row(block.randn(tp + 1, 2, 8 // tp))
-    embedding = make(VocabParallelEmbedding, block, 16, 8, reduce_scatter_embeddings=True)
-    with refuses(AssertedError, tp + 1, tp):
-        embedding(torch.zeros(2, tp + 1, dtype=torch.int64, device=block.device))
-    with refuses(ValueError, (4,)):
-        embedding(torch.zeros(4, dtype=torch.int64, device=block.device))
-    x = block.randn(tp + 1, 2, tp + 1)
-    for name in (
-        "scatter_to_tensor_model_parallel_region",
-        "scatter_to_sequence_parallel_region",
-        "reduce_scatter_to_sequence_parallel_region",
-        "reduce_scatter_last_dim_to_tensor_parallel_region",
-    ):
-        with refuses(AssertedError, name, tp + 1, tp):
-            getattr(megatron, name)(x, group=block.group)
-    with refuses(ValueError, "output_split_sizes"):
-        megatron.gather_from_sequence_parallel_region(x, group=block.group, output_split_sizes=[1, 2])
-    with refuses(ValueError, "input_split_sizes"):
-        megatron.reduce_scatter_to_sequence_parallel_region(x, group=block.group, input_split_sizes=[1, 2])
-
-
-def test_what_is_refused(workers, tp, seed):
-    workers.run(check_refusals, tp, seed)
 
 
 def test_one_process_honours_torchs_defaults():

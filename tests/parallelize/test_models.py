@@ -127,6 +127,8 @@ def check_generate(ctx, tp, seed, name):
         if tp > 1:
             with pytest.raises(ValueError, match="generate draws tokens, and the random generator of rank"):
                 model.generate(ids, **given)
+    copied = copy.deepcopy(model)
+    assert copied.generate.args[0] is copied
 
 
 @split

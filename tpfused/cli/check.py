@@ -9,7 +9,8 @@ DESCRIPTION = """\
 Compares every overlapped operation, by each way its rows can travel, and every
 layer (overlapped where these GPUs can, whatever is faster) with the dense
 computation in float64, gradients included, and decoding with a cache, on fresh
-random data, at each degree of tensor parallelism that this machine's GPUs allow.
+random data, at each degree of tensor parallelism that this machine's GPUs
+allow.
 
 It needs no checkout and starts its own workers: one a GPU (NCCL), or two on the
 CPU (gloo) where there is no GPU.

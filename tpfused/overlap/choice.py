@@ -220,8 +220,9 @@ def _agreed(
 def _taken(us: saved.Times, *why: str) -> tuple[str, str]:
     """The tier, and why."""
     tier = fastest(us)
-    slower = tier in us and us[tier] > min(us.values())
-    return tier, "; ".join([*why, *["what is faster gains too little"] * slower])
+    if tier in us and us[tier] > min(us.values()):
+        why = *why, "what is faster gains too little"
+    return tier, "; ".join(why)
 
 
 def _place_of(group: TPGroup, device: torch.device, capturing: bool, operation: str) -> _Place:

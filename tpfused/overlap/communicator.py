@@ -28,7 +28,6 @@ TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it
-WAITING_BLOCKS = 64  # of a kernel that waits for peers, at most: less than half of a GPU's multiprocessors
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
@@ -270,7 +269,7 @@ def _make(group: TPGroup, device: torch.device) -> Communicator | None:
     def create() -> tuple[Any, int]:
         module = extension.load()
         with torch.cuda.device(device):
-            return module, module.group_create(device.index, group.rank, group.size, WAITING_BLOCKS)
+            return module, module.group_create(device.index, group.rank, group.size)
 
     # Whatever it is: the others are about to exchange, and wait for this rank.
     made, failure = attempt(create)

@@ -7,8 +7,7 @@ There is no tier whose matmul kernel waits for rows and sends them itself: with 
 the floor or below for all-gathers, and to 1.05 for reduce-scatters (README's tables), without a matmul of our own for
 each card. What is left to win is in reduce-scatters of 2048 rows, at 1.10. Nor one by NCCL's copy-engine all-gather
 through symmetric windows. A matmul beside it took 1.16 and 1.09 of its time alone (8192 x 4096 and 8192 x 8192 rows,
-two H100); beside NCCL's usual kernel, whole as well, 1.20 and 1.14, which pieces and fewer of its blocks have brought
-to 1.08 and 1.04 (H200); beside plain pushes 1.02 and 1.00.
+two H100), beside NCCL's usual kernel 1.20 and 1.14, and beside plain pushes 1.02 and 1.00.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ def tier(name: str) -> Iterator[None]:
         name: "p2p" or "nccl" force that tier. Under "sequential" nothing is overlapped: torch's collective comes before
             or after the whole matmul; under "reference" the layers use none of Triton's kernels either, as with their
             ``backend="reference"``. "first" takes the first tier that the group has, and measures nothing; "measured",
-            where nothing else is said, as they were. Tiers do not add in the same order: where each run must give the
-            same bits, force one, or see `deterministic`.
+            where nothing else is said, the one that was measured to be best. Tiers do not add in the same order: where
+            each run must give the same bits, force one, or see `deterministic`.
 
     Raises:
         ValueError: there is no such tier. The operations inside raise it where their group lacks the tier; what no tier

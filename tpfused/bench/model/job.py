@@ -35,9 +35,8 @@ def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where something was wrong, or ours failed."""
     device = "cpu" if options["size"] == "tiny" and not torch.cuda.is_available() else "cuda"
     worker = torchrun_worker(emit=lambda name, payload: None)
-    found = torch.cuda.device_count() if device == "cuda" else options["gpus"] or 2
-    if worker and device == "cpu":
-        found = worker.local_world
+    room = worker.local_world if worker else options["gpus"] or 2  # on a CPU, for as many as are wanted
+    found = torch.cuda.device_count() if device == "cuda" else room
     world = worker.world if worker else options["gpus"] or found
     if options["list"] and not options["gpus"]:
         world = lcm(world or 1, *_numbers("tp", options["tp"]))  # as many as the degrees need
