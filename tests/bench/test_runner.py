@@ -1,5 +1,8 @@
 """One case: the arithmetic, the check, what happens to variants that fail."""
 
+from collections import Counter
+from itertools import permutations
+
 import pytest
 import torch
 
@@ -44,11 +47,21 @@ def test_median_and_iqr():
     assert median_and_iqr([1.0, 2.0]) == (1.5, 0.5)
 
 
-def test_every_round_runs_all_and_begins_with_another():
+def test_every_round_runs_all_and_the_first_to_begin_changes():
     turns = list(in_turn("abc", rounds=3, warm_up=1))
     assert [number for number, _ in turns] == [-1] * 3 + [0] * 3 + [1] * 3 + [2] * 3
     rounds = ["".join(name for _, name in turns[start : start + 3]) for start in range(0, 12, 3)]
-    assert rounds == ["cab", "abc", "bca", "cab"]
+    assert rounds == ["bac", "abc", "acb", "cab"]
+
+
+@pytest.mark.parametrize(
+    ("names", "rounds"), [("a", 2), ("ab", 2), ("abc", 6), ("abcd", 4), ("abcde", 10), ("abcdef", 6)]
+)
+def test_each_follows_each_other_equally_often(names, rounds):
+    turns = ["".join(name for number, name in in_turn(names, rounds) if number == each) for each in range(rounds)]
+    assert all(sorted(turn) == list(names) for turn in turns)
+    neighbours = Counter(pair for turn in turns for pair in zip(turn, turn[1:], strict=False))
+    assert neighbours == dict.fromkeys(permutations(names, 2), rounds // len(names))
 
 
 def test_ratios_are_of_one_round():

@@ -135,7 +135,7 @@ class GpuTimer:
         return Timed(graph, calls, True)
 
     def interleave(self, timed: dict[str, Timed], rounds: int) -> dict[str, list[float]]:
-        """Microseconds a call of each, round by round; each round runs all of them, in an order that rotates.
+        """Microseconds a call of each, round by round; each round runs all of them, `in_turn`.
 
         Nothing waits for the host before the end, so that each replay starts when the one before it ends: an idle GPU
         would let its clock fall, and would count the launch.
@@ -230,10 +230,17 @@ def _mend_generator() -> None:
 
 
 def in_turn(names, rounds: int, warm_up: int = 0) -> Iterator[tuple[int, str]]:
-    """(round, name) for each name in each round; the first of a round is another each time."""
+    """(round, name) for each name in each round, whose order is another each time.
+
+    What ran just before leaves a GPU's caches and its clock as they are: in as many rounds as there are names, or twice
+    as many of an odd number, each comes right after each other one equally often (E. J. Williams, "Experimental designs
+    balanced for the estimation of residual effects of treatments", 1949).
+    """
     names = list(names)
+    zigzag = [(place + 1) // 2 * (1 if place % 2 else -1) for place in range(len(names))]  # 0, 1, -1, 2, -2 ...
     for number in range(-warm_up, rounds):
-        for place in range(len(names)):
+        backwards = len(names) % 2 and number % 2
+        for place in reversed(zigzag) if backwards else zigzag:
             yield number, names[(place + number) % len(names)]
 
 
