@@ -76,8 +76,9 @@ void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
       const int64_t blocks = std::min<int64_t>(s.rows, group.peers->small_blocks());
       launch_after_matmul(group, kernel, blocks, threads, stream, areas, *s.norm, part, bias, s.rows, s.n, s.pushed);
     } else {
-      launch_after_matmul(group, tiny_sum<T>, (vectors + threads - 1) / threads, threads, stream, areas,
-                          static_cast<int4*>(s.y), part, bias, vectors, s.n, s.pushed);
+      const int64_t blocks = std::min<int64_t>((vectors + threads - 1) / threads, group.peers->small_blocks());
+      launch_after_matmul(group, tiny_sum<T>, blocks, threads, stream, areas, static_cast<int4*>(s.y), part, bias,
+                          vectors, s.n, s.pushed);
     }
   });
   group.end_small_sum(stream);

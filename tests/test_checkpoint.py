@@ -248,6 +248,28 @@ def test_states_that_differ_between_ranks(workers, tp, seed):
     workers.run(check_other_states, tp, seed)
 
 
+def check_odd_states(ctx, tp):
+    """Views, and numbers of other libraries."""
+    numpy = pytest.importorskip("numpy")
+    layer = tpfused.ColumnParallelLinear(4, 8, group=ctx.group(tp), device=ctx.device)
+    negative = torch.arange(8.0).mul(1j).conj().imag
+    assert negative.is_neg()
+    state = {"weight": torch.arange(64.0).reshape(4, 16)[:, ::2].t(), "bias": negative}
+    load_full_state_dict(layer, state)
+    restored = full_state_dict(layer)
+    if ctx.rank == 0:
+        assert_equal(restored, state)
+    optimizer = torch.optim.Adam(layer.parameters())
+    moments = {f"{name}.exp_avg{which}": tensor for name, tensor in state.items() for which in ("", "_sq")}
+    steps = {"weight.step": numpy.float32(3), "bias.step": 3.0}
+    load_full_optimizer_state(layer, optimizer, moments | steps)
+    assert [float(each["step"]) for each in optimizer.state.values()] == [3.0, 3.0]
+
+
+def test_states_of_views_and_of_numbers_of_other_libraries(workers, tp):
+    workers.run(check_odd_states, tp)
+
+
 def test_floating_point_dtypes_are_cast_and_no_others():
     model = nn.BatchNorm1d(2)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}

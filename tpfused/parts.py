@@ -212,8 +212,7 @@ def check_same_beginnings(tensors: Mapping[str, Any], groups: list[dist.ProcessG
 
 def _first_bytes(tensor: Any) -> bytes:
     """Of its first entries, at most so many of one row: a few, whatever its size."""
-    if not hasattr(tensor, "shape"):
-        tensor = torch.as_tensor(tensor)
-    *rows, last = tensor.shape or (1,)
-    box = (*(slice(0, min(1, size)) for size in rows), slice(0, min(_COMPARED, last))) if tensor.shape else ()
-    return bytes(tensor[box].reshape(-1).cpu().view(torch.uint8).tolist())
+    if shape := shape_of(tensor):
+        *rows, last = shape
+        tensor = tensor[(*(slice(0, min(1, size)) for size in rows), slice(0, min(_COMPARED, last)))]
+    return bytes(copy_on_cpu(torch.as_tensor(tensor).reshape(-1)).view(torch.uint8).tolist())

@@ -321,6 +321,11 @@ def check_init(ctx, tp, seed):
     def fail(weight):
         raise AssertionError("perform_initialization=False called the init_method")
 
+    torch.manual_seed(block.seed)  # None: as if it were not there
+    config = config_of(block, perform_initialization=None, sequence_parallel=None)
+    column = ColumnParallelLinear(8, 16, config=config, init_method=nn.init.normal_, tp_group=block.group)
+    assert torch.equal(column.weight, block.own(drawn((16, 8)), 0)) and column.sequence_parallel is False
+
     config = config_of(block, perform_initialization=False)
     ColumnParallelLinear(8, 16, config=config, init_method=fail, tp_group=block.group)
     VocabParallelEmbedding(16, 8, config=config, init_method=fail, tp_group=block.group)

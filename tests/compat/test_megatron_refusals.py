@@ -37,9 +37,12 @@ def check_refusals(ctx, tp, seed):
     column, x = make(ColumnParallelLinear, block, 8, 16), block.randn(2, 1, 8)
     with refuses(TypeError, "runtime_gather_output", "'no'"):
         column(x, runtime_gather_output="no")
-    column.gather_output = "no"
-    with refuses(TypeError, "gather_output", "'no'"):
-        column(x)
+    for switch in ("gather_output", "sequence_parallel", "disable_grad_reduce"):
+        column, row = make(ColumnParallelLinear, block, 8, 16), make(RowParallelLinear, block, 8 * tp, 16)
+        for layer in (column, row) if switch == "sequence_parallel" else (column,):
+            setattr(layer, switch, "no")
+            with refuses(TypeError, switch, "'no'"):
+                layer(x)
     with refuses(ValueError, "gtp_weight_remat_size 2"):
         VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
 

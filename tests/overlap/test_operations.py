@@ -246,6 +246,26 @@ def check_matmul_all_reduce(ctx, tp, seed):
         check(block, actual, dense, inputs, grad, parts, what)
 
 
+def check_features_of_one_rank(ctx, tp, seed):
+    """Which only the last one has: another brings the bias, and multiplies nothing."""
+    block = Block(ctx, tp, "group", seed)
+    torch.manual_seed(block.seed)
+    for (name, dtype), rows in product(tiers_and_dtypes(ctx), (4, 300)):
+        inputs = {"x": block.randn(rows, 16, dtype=dtype), "weight": block.randn(24, 16, dtype=dtype) / 4}
+        inputs["bias"], grad = block.randn(24, dtype=dtype), block.randn(rows, 24, dtype=dtype)
+
+        def part(name, whole, last=block.rank == tp - 1):
+            return whole if last or name not in ("x", "weight") else whole[:, :0]
+
+        mine = {key: part(key, value).detach().clone().requires_grad_() for key, value in inputs.items()}
+        poison(ctx, grad)
+        with forced(ctx, tp, name):
+            out = matmul_all_reduce(*mine.values(), **block.place)
+            out.backward(grad)
+        actual = {"out": out.detach()} | {key: value.grad for key, value in mine.items()}
+        compare(actual, F.linear, inputs, grad, part, f"{name} {dtype} {rows}", chain=True)
+
+
 def check_whole_input(ctx, tp, seed, gather):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
@@ -379,6 +399,10 @@ def test_matmul_reduce_scatter(workers, tp, seed):
 
 def test_matmul_all_reduce(workers, tp, seed):
     workers.run(check_matmul_all_reduce, tp, seed)
+
+
+def test_all_features_on_one_rank(workers, tp, seed):
+    workers.run(check_features_of_one_rank, tp, seed)
 
 
 @pytest.mark.parametrize("gather", [False, True])

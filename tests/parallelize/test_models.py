@@ -114,21 +114,6 @@ def check_generate(ctx, tp, seed, name):
     assert torch.equal(model.generate(ids, **options), expected)
     if name in ("llama", "gpt2"):
         assert torch.equal(model.generate(ids, cache_implementation="static", **options), expected)
-    options["do_sample"] = True
-    config = copy.deepcopy(model.generation_config)
-    config.update(**options)
-    for given in (options, {"generation_config": config, "attention_mask": mask}):
-        drawn = []
-        for m in (dense, model):
-            torch.manual_seed(seed)
-            drawn.append(m.generate(ids, **given))
-        assert torch.equal(*drawn)
-        torch.manual_seed(seed + ctx.rank)
-        if tp > 1:
-            with pytest.raises(ValueError, match="generate draws tokens, and the random generator of rank"):
-                model.generate(ids, **given)
-    copied = copy.deepcopy(model)
-    assert copied.generate.args[0] is copied
 
 
 @split

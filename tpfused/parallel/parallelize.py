@@ -16,6 +16,7 @@ from tpfused.checks import check_module
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.parallel import convert, own, region
+from tpfused.parallel.generate import compare_draws
 from tpfused.parallel.lora import layer_of
 from tpfused.parallel.plan import match, resolve_plan
 from tpfused.parallel.same import check_same
@@ -115,8 +116,8 @@ def parallelize(model: nn.Module, mesh: DeviceMesh, plan: str | Mapping[str, str
                 module._buffers[key] = buffer.to(device)
         if hasattr(module, "save_pretrained"):
             module.save_pretrained = _no_save_pretrained
-        if hasattr(module, "generate") and group.size > 1:
-            module.generate = partial(_generate, module)
+        if group.size > 1:
+            compare_draws(module)
     for name, style in styles.items():
         if style == "vocab_head":
             shard_logits(model, modules[name])
@@ -169,23 +170,6 @@ def _no_save_pretrained(*args, **kwargs) -> None:
         "save_pretrained cannot save a parallelized model, which is in parts: tpfused.save_sharded(model, folder), "
         "called on every rank, writes a checkpoint of the same format"
     )
-
-
-def _generate(model: nn.Module, *args, **kwargs) -> object:
-    """transformers' own. Ranks that draw apart would each go on from a token of its own, and add what comes of them."""
-    config = kwargs.get("generation_config") or (args[1] if len(args) > 1 else None) or model.generation_config
-    samples = kwargs.get("do_sample")
-    if getattr(config, "do_sample", False) if samples is None else samples:
-        split = [module.group for module in model.modules() if isinstance(module, ParallelModule)]
-        group = max(split, key=lambda group: group.size)  # key-value heads may have a smaller one
-        (first, state), *others = by_rank(state_of(model.device), group.process_group, "generate").items()
-        apart = [rank for rank, other in others if other != state]
-        if apart:
-            raise ValueError(
-                f"generate draws tokens, and the random generator of rank {apart[0]} is in another state than that of "
-                f"rank {first}: torch.manual_seed(the same on all ranks of the mesh) before"
-            )
-    return type(model).generate(model, *args, **kwargs)
 
 
 def _checked(mesh: object) -> DeviceMesh:

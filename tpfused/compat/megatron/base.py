@@ -19,7 +19,12 @@ from tpfused.main_grad import announced, into_main_grad, main_grad_of
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
 
 Init = Callable[[Tensor], object] | None
-SWITCHES = "sequence_parallel", "perform_initialization", "use_cpu_initialization", "gradient_accumulation_fusion"
+SWITCHES = {  # of a config, as they are where it has none, or None
+    "sequence_parallel": False,
+    "perform_initialization": True,
+    "use_cpu_initialization": False,
+    "gradient_accumulation_fusion": False,
+}
 
 
 class Layer(ParallelModule):
@@ -38,8 +43,7 @@ class Layer(ParallelModule):
         if isinstance(config, type(None) | str | int | float | dict | list | tuple | Tensor):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
         for name in SWITCHES:
-            if (given := getattr(config, name, None)) is not None:
-                check_boolean(given, f"config.{name}")
+            check_boolean(switch(config, name), f"config.{name}")
         remat_size = getattr(config, "gtp_weight_remat_size", 1)
         remat_group = getattr(pg_collection, "gtp_remat", None)
         remat_ranks = 1 if remat_group is None else remat_group.size()
@@ -51,7 +55,7 @@ class Layer(ParallelModule):
         self.config = config
         self.stride = stride
         group = find_group(tp_group)
-        on_cpu = getattr(config, "use_cpu_initialization", False)
+        on_cpu = switch(config, "use_cpu_initialization")
         if init_method is not None and (on_cpu or stride > 1):
             init_method = _Initializer(init_method, self.partition_dims["weight"], stride, group, in_float32=on_cpu)
         device = None
@@ -65,7 +69,7 @@ class Layer(ParallelModule):
         return self.group.process_group
 
     def reset_parameters(self) -> None:
-        if getattr(self.config, "perform_initialization", True):
+        if switch(self.config, "perform_initialization"):
             super().reset_parameters()
 
     def _tag_parameters(self) -> None:
@@ -107,7 +111,7 @@ class LinearLayer(Layer):
 
     @property
     def gradient_accumulation_fusion(self) -> bool:
-        return getattr(self.config, "gradient_accumulation_fusion", False)
+        return switch(self.config, "gradient_accumulation_fusion")
 
     def weight_and_main_grad(self, given: Tensor | None = None) -> tuple[Tensor | None, Tensor | None]:
         """As `ParallelModule.weight_and_main_grad`, for a `given` weight in place of the layer's too."""
@@ -143,6 +147,11 @@ class _Initializer:
         fill_in_place(drawn, self.init_method)
         blocks = drawn.unflatten(self.dim, (self.stride, self.ranks, -1)).transpose(self.dim, self.dim + 1)
         whole.copy_(blocks.flatten(self.dim, self.dim + 2))
+
+
+def switch(config: object, name: str) -> bool:
+    given = getattr(config, name, None)
+    return SWITCHES[name] if given is None else given
 
 
 def per_rank(size: int, what: str, stride: int, group: TPGroup) -> int:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from tpfused.checks import check_boolean, check_booleans, check_tensor
 from tpfused.collectives import gather_from_group
-from tpfused.compat.megatron.base import Init, Layer, LinearLayer, per_rank, refuse
+from tpfused.compat.megatron.base import Init, Layer, LinearLayer, per_rank, refuse, switch
 from tpfused.compat.megatron.mappings import check_divides
 from tpfused.compat.megatron.megatrons_own import names_of
 from tpfused.group import TPGroup
@@ -111,7 +111,7 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
             output_size,
             bias,
             gather_output=gather_output,
-            sequence_parallel=getattr(config, "sequence_parallel", False),
+            sequence_parallel=switch(config, "sequence_parallel"),
             skip_bias_add=skip_bias_add,
             **place,
         )
@@ -144,6 +144,7 @@ class ColumnParallelLinear(LinearLayer, linear.ColumnParallelLinear):
         bias = self.local("bias")
         gather = self.gather_output if runtime_gather_output is None else runtime_gather_output
         check_boolean(gather, "gather_output" if runtime_gather_output is None else "runtime_gather_output")
+        check_boolean(self.sequence_parallel, "sequence_parallel")
         check_boolean(self.disable_grad_reduce, "disable_grad_reduce")
         alone = self.disable_grad_reduce and not self.sequence_parallel  # as a whole layer of this rank's features
         out = linear.column_forward(
@@ -211,13 +212,14 @@ class RowParallelLinear(LinearLayer, linear.RowParallelLinear):
             output_size,
             bias,
             input_is_parallel=input_is_parallel,
-            sequence_parallel=getattr(config, "sequence_parallel", False),
+            sequence_parallel=switch(config, "sequence_parallel"),
             skip_bias_add=skip_bias_add,
             **place,
         )
         self.input_size, self.output_size = self.in_features, self.out_features
 
     def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+        check_boolean(self.sequence_parallel, "sequence_parallel")
         if self.sequence_parallel and isinstance(input_, Tensor) and input_.ndim > 1:
             check_divides(input_, 0, self.group, "RowParallelLinear")
         out = super().forward(input_)
