@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from numbers import Number
 
 import torch
 from torch import Tensor, nn
@@ -63,19 +64,24 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the
-            two is no floating-point one, or no tensors (all are listed), or the model is on the meta device; the
-            ranks give different states.
+            two is no floating-point one, or no dense tensors with entries (all are listed), or the model is on the meta
+            device; the ranks give different states.
         TypeError: a model that is no nn.Module or has a sparse buffer, a state that is no mapping.
         RuntimeError: the process group that the model is split over was destroyed.
 
-        On every rank that the model is split over, where it concerns one. Nothing has changed then, on any.
+        On every rank that the model is split over, where it concerns one. Nothing has changed then, on any. What the
+        mapping fails with when it is read for the last time is raised on every rank, too, but parts have been loaded.
     """
     check_module(model)
     groups, call = groups_of(model), "load_full_state_dict"
     entries = together(partial(_fitting, model, state), groups, call)
     check_same_beginnings(state, groups, call, "give different states")
-    for entry in entries:
-        _load(entry, entry.tensor, [state[name] for name in entry.names])
+
+    def fill() -> None:
+        for entry in entries:
+            _load(entry, entry.tensor, [state[name] for name in entry.names])
+
+    together(fill, groups, call)
 
 
 def _fitting(model: nn.Module, state: Mapping[str, Tensor]) -> list[Entry]:
@@ -139,8 +145,8 @@ def load_full_optimizer_state(
     its own hyper-parameters. A parameter of which `state` holds nothing (it had had no gradient yet) starts afresh.
 
     Raises:
-        ValueError: names are missing, not the model's, of another shape, or no tensors (all are listed), or the
-            optimizer has parameters that are not the model's; the ranks give different states.
+        ValueError: names are missing, not the model's, of another shape, or no dense tensors with entries nor numbers
+            (all are listed), or the optimizer has parameters that are not the model's; the ranks give different states.
         TypeError: something else than a model, an optimizer, a mapping.
         RuntimeError: the process group that the model is split over was destroyed.
 
@@ -161,7 +167,7 @@ def _restored(
     _check_mapping(state)
     saved_keys = {}  # by parameter name
     for name in state:
-        parameter, _, key = name.rpartition(".")
+        parameter, _, key = str(name).rpartition(".")  # what is no name is told as one that is not the model's
         saved_keys.setdefault(parameter, {})[key] = None
     slots = []  # for each parameter, in the optimizer's order: its entry and its keys
     for group in _optimizer_entries(model, optimizer):
@@ -221,16 +227,17 @@ def check_state(
     One floating-point dtype does for another. No others do: a weight of integers is a quantized one, say. Where no
     dtype is expected a single number may be a plain one.
     """
-    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in state]
-    extra = [name for name in state if name not in expected]
+    given = dict.fromkeys(state)  # whether a name is in it a mapping may tell by reading the tensor
+    missing = [f"{name} {shape}" for name, shape in expected.items() if name not in given]
+    extra = [name for name in given if name not in expected]
     misshapen, odd, no_tensors = [], [], []
-    for name in (name for name in expected if name in state):
+    for name in (name for name in expected if name in given):
         tensor = state[name]
         shape, dtype, own = shape_of(tensor), getattr(tensor, "dtype", None), dtypes.get(name)
-        kind = f"{type(tensor).__module__}.{type(tensor).__qualname__}".removeprefix("builtins.")
+        unfit = _unfit(tensor, number=own is None and expected[name] == ())
         del tensor  # before the next one is read
-        if not isinstance(dtype, torch.dtype) and (own is not None or expected[name] != ()):  # numpy's are none
-            no_tensors.append(f"{name}, not {kind}")
+        if unfit:
+            no_tensors.append(f"{name}, not {unfit}")
             continue
         if shape != expected[name]:
             misshapen.append(f"{name} {shape}, not {expected[name]}")
@@ -248,3 +255,13 @@ def check_state(
             + "".join(f"\n  of another dtype: {text}" for text in odd)
             + "".join(f"\n  a tensor is wanted: {text}" for text in no_tensors)
         )
+
+
+def _unfit(value: object, number: bool) -> str:
+    """What `value` is, if it is neither a dense tensor with entries nor, where one will do, a number."""
+    if not isinstance(getattr(value, "dtype", None), torch.dtype):  # numpy's have another
+        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
+        return "" if number and isinstance(value, Number) else kind
+    if getattr(value, "layout", torch.strided) != torch.strided:
+        return "a sparse one"
+    return "one on the meta device" if getattr(value, "is_meta", False) else ""

@@ -189,7 +189,7 @@ def check_same_beginnings(tensors: Mapping[str, Any], groups: list[dist.ProcessG
         what: the ranks do, then.
 
     Raises:
-        ValueError: some tensors begin with other entries on another rank; names them all.
+        ValueError: some tensors begin with other entries on another rank, or have another dtype; names them all.
     """
 
     def look() -> dict[str, bytes]:
@@ -205,14 +205,16 @@ def check_same_beginnings(tensors: Mapping[str, Any], groups: list[dist.ProcessG
             different = [name for name in names if own.get(name) != other.get(name)]
             failure = ValueError(
                 f"the ranks {what}: {len(different)} of {len(names)} tensors begin with other entries on rank {rank} "
-                f"than on rank {one}, or are not there" + "".join(f"\n  {name}" for name in different)
+                f"than on rank {one}, or have another dtype, or are not there"
+                + "".join(f"\n  {name}" for name in different)
             )
     raise_together(failure, groups, call)
 
 
 def _first_bytes(tensor: Any) -> bytes:
     """Of its first entries, at most so many of one row: a few, whatever its size."""
-    if shape := shape_of(tensor):
-        *rows, last = shape
-        tensor = tensor[(*(slice(0, min(1, size)) for size in rows), slice(0, min(_COMPARED, last)))]
+    if hasattr(tensor, "shape"):
+        shape = tuple(tensor.shape)
+        box = [slice(0, min(1, size)) for size in shape[:-1]] + [slice(0, min(_COMPARED, size)) for size in shape[-1:]]
+        tensor = tensor[tuple(box)]
     return bytes(copy_on_cpu(torch.as_tensor(tensor).reshape(-1)).view(torch.uint8).tolist())

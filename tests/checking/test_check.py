@@ -49,7 +49,7 @@ def test_lists_every_operation_and_layer(capsys, monkeypatch):
         (["--json", "/no/such/folder/x.json"], "there is no folder"),
         (["--gpus", "99"], "99"),
         (["--gpus", "-1"], "--gpus -1: at least one"),
-        (["--cpu", "--gpus", "0"], "--gpus 0: at least one"),
+        (["--cpu", "--gpus", "0"], "--gpus 0: at least one is needed\n"),
     ],
 )
 def test_wrong_use_is_one_line(options, told, capsys, monkeypatch):
@@ -72,6 +72,11 @@ def test_a_whole_run(tmp_path, capfd):
     seconds = found["meta"]["seconds"]
     assert seconds > 0
     assert f"\n{len(found['rows'])} right, 0 wrong of {len(found['rows'])} in {seconds:.0f} s\n" in told
+
+
+def test_tokens_that_do_not_divide_by_the_ranks(capfd):
+    assert cli.main(["check", "--cpu", "--gpus", "5", "--case", "sequence_parallel fp64 tp5"]) == 0
+    assert "\n3 right, 0 wrong of 3 in" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize("options", [["--cpu"], ["--cpu", "--gpus", "16", "--seed", "5"], ["--gpus", "2"]])

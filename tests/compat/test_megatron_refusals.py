@@ -43,8 +43,12 @@ def check_refusals(ctx, tp, seed):
             setattr(layer, switch, "no")
             with refuses(TypeError, switch, "'no'"):
                 layer(x)
-    with refuses(ValueError, "gtp_weight_remat_size 2"):
-        VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=2))
+    for size, error, *told in ((2, ValueError, "gtp_weight_remat_size 2"), ("2", TypeError, "remat_size", "'2'")):
+        with refuses(error, *told):
+            VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=size))
+    VocabParallelEmbedding(16, 8, init_method=None, config=config_of(block, gtp_weight_remat_size=None))
+    with refuses(TypeError, "pg_collection.gtp_remat must be a process group, not 2"):
+        make(ColumnParallelLinear, block, 8, 16, pg_collection=SimpleNamespace(gtp_remat=2))
 
     def new_tensor(weight):
         return torch.randn_like(weight)

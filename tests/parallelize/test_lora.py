@@ -88,6 +88,24 @@ def test_dropout_of_adapters(workers, tp, seed):
     workers.run(check_dropout, tp, seed)
 
 
+def check_generate(ctx, tp, seed):
+    dense = adapted(ctx, tp, seed, "llama").eval()
+    model = tpfused.parallelize(copy.deepcopy(dense), ctx.mesh(tp))
+    ids, mask = random_ids(dense, ctx.device)
+    options = {"attention_mask": mask, "max_new_tokens": 5, "pad_token_id": 0}
+    expected = dense.generate(input_ids=ids, do_sample=False, **options)
+    for m in (model, model.base_model, model.base_model.model):
+        assert torch.equal(m.generate(input_ids=ids, do_sample=False, **options), expected)
+        torch.manual_seed(seed + ctx.rank)
+        with refuses(ValueError, "generate draws tokens", "the random generator of rank"):
+            m.generate(input_ids=ids, do_sample=True, **options)
+
+
+@split
+def test_generate(workers, tp, seed):
+    workers.run(check_generate, tp, seed)
+
+
 def check_refused(ctx, seed):
     mesh = ctx.mesh(ctx.world)
     for changes, told in (

@@ -61,7 +61,7 @@ def check_other_model(ctx, folder):
     """What the last rank reads fits its model, which is not the others': the names differ, and no entry does."""
     name = "its" if ctx.rank == ctx.world - 1 else "ours"
     model = zeros(name, tpfused.ColumnParallelLinear, device=ctx.device)
-    told = f"4 of 4 tensors begin with other entries on rank {ctx.world - 1} than on rank 0, or are not there"
+    told = f"4 of 4 tensors begin with other entries on rank {ctx.world - 1} than on rank 0, or have another dtype"
     with refuses(ValueError, told, "ours.weight", "ours.bias", "its.weight", "its.bias"):
         tpfused.load_sharded(model, folder / name)
 

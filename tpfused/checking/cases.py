@@ -245,7 +245,7 @@ def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype)
     def results(model: nn.Module, x: Tensor, own: bool) -> Results:
         nonlocal grad
         x = _leaf(x)
-        result = model(x)
+        result = model(x, total_len=layer.tokens) if layer.splits_tokens else model(x)
         if grad is None:
             grad = torch.randn_like(result)
         model.zero_grad()

@@ -36,7 +36,8 @@ def execute(options: Mapping[str, Any]) -> int:
     if world is None:
         world = found if device == "cuda" else CPU_WORLD
     if world < 1 or (device == "cuda" and world > found):
-        raise UserError(f"--gpus {options['gpus']}: at least one is needed, and torch finds {found} here")
+        here = f", and torch finds {found} here" if device == "cuda" else ""
+        raise UserError(f"--gpus {options['gpus']}: at least one is needed{here}")
     if options["json"] is not None:
         check_writable("json", options["json"])
     degrees = tuple(sorted({degree for degree in (1, 2, 4, 8) if world % degree == 0} | {world}))

@@ -44,8 +44,11 @@ class Layer(ParallelModule):
             raise TypeError(f"config must be an object with Megatron's attributes, not {type(config).__name__}")
         for name in SWITCHES:
             check_boolean(switch(config, name), f"config.{name}")
-        remat_size = getattr(config, "gtp_weight_remat_size", 1)
+        remat_size = getattr(config, "gtp_weight_remat_size", None)
+        remat_size = 1 if remat_size is None else check_size(remat_size, "config.gtp_weight_remat_size")
         remat_group = getattr(pg_collection, "gtp_remat", None)
+        if remat_group is not None and not callable(getattr(remat_group, "size", None)):
+            raise TypeError(f"pg_collection.gtp_remat must be a process group, not {remat_group!r}")
         remat_ranks = 1 if remat_group is None else remat_group.size()
         refuse(
             type(self).__name__,
