@@ -133,6 +133,9 @@ Group::Group(int device, int rank, int size)
 
 void Group::connect_nccl(const ncclUniqueId& id, int processors) {
   DeviceGuard guard(device);
+  int of_card = 0;
+  check(cudaDeviceGetAttribute(&of_card, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  processors = std::clamp(of_card / 4, 1, processors);
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.minCTAs = 1;
   config.maxCTAs = processors;

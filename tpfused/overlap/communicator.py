@@ -27,7 +27,7 @@ FIRST_SLOT = 2**20  # bytes of each of the peers' buffers at first
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
-NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, but no more than a quarter of a card's
+NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, and no more than a quarter of a card's
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
@@ -80,9 +80,7 @@ class Communicator:
         unique_id, failure = attempt(self.module.nccl_unique_id) if self.rank == 0 else (None, None)
         (unique_id, *_) = exchange(unique_id, self.process_group, operation)
         if unique_id is not None:
-            of_card = torch.cuda.get_device_properties(self.device).multi_processor_count
-            processors = min(NCCL_PROCESSORS, max(1, of_card // 4))
-            _, failure = attempt(self.module.group_connect_nccl, self.handle, unique_id, processors)
+            _, failure = attempt(self.module.group_connect_nccl, self.handle, unique_id, NCCL_PROCESSORS)
         for rank, told in by_rank(_reason(failure), self.process_group, operation).items():
             if told:
                 raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
