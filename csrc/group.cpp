@@ -135,7 +135,7 @@ void Group::connect_nccl(const ncclUniqueId& id, int processors) {
   DeviceGuard guard(device);
   int of_card = 0;
   check(cudaDeviceGetAttribute(&of_card, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  processors = std::clamp(of_card / 4, 1, processors);
+  processors = std::clamp(of_card / 4, 1, processors);  // a small card's matmuls keep most of it, too
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.minCTAs = 1;
   config.maxCTAs = processors;

@@ -1,6 +1,7 @@
 #include "matmul.h"
 
 #include "check.h"
+#include "reduce.h"
 
 namespace tpfused {
 namespace {
@@ -160,10 +161,11 @@ Matmul::Plan& Matmul::plan_for(const Product& p) {
 
 void Matmul::run(const Product& p, cudaStream_t stream, void* workspace) {
   if (p.m == 0 || p.n == 0 || (p.k == 0 && p.add == p.y.data)) return;
-  if (p.k == 0) {  // a rank's share of the input features may be empty; a bias is then the caller's to add
+  if (p.k == 0) {  // a rank's share of the input features may be empty
     for (int64_t each = 0; each < p.batch; ++each) {
-      char* y = static_cast<char*>(p.y.data) + each * p.y.stride * size_of(type_);
+      void* y = static_cast<char*>(p.y.data) + each * p.y.stride * size_of(type_);
       check(cudaMemset2DAsync(y, p.y.leading * size_of(type_), 0, p.n * size_of(type_), p.m, stream), "cudaMemset");
+      if (p.bias) add_parts(y, &y, 1, p.bias, p.m, p.n, type_, stream);  // whose rows lie one after the other
     }
     return;
   }

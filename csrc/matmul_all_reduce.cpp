@@ -133,9 +133,6 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles) {
     if (group.rank == 0) product.bias = o.bias;
     if (block > 0) product.spared = group.spared();
     tiles.multiply(Tiles::beside, product);
-    if (product.bias && o.k == 0) {  // nothing is multiplied where this rank has no input features
-      add_parts(product.y.data, &product.y.data, 1, o.bias, count, o.n, o.type, tiles.stream(Tiles::beside));
-    }
     follow(group.transfers, tiles.stream(Tiles::beside));
     check(ncclAllReduce(product.y.data, product.y.data, count * o.n, nccl_type(o.type), ncclSum, group.nccl,
                         group.transfers),

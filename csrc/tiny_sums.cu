@@ -66,6 +66,8 @@ void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
   Areas areas = areas_of(group, 0);
   int64_t vectors = s.rows * s.n * size_of(s.type) / 16;
   auto part = static_cast<const int4*>(s.part);
+  const int64_t wanted = s.norm ? s.rows : (vectors + threads - 1) / threads;
+  const int64_t blocks = std::min<int64_t>(wanted, group.peers->small_blocks());
   if (!s.pushed) group.begin_small_sum(stream);  // else the matmul's kernel has
   by_type(s.type, [&](auto zero) {
     using T = decltype(zero);
@@ -73,10 +75,8 @@ void tiny_all_reduce(Group& group, const SmallSum& s, cudaStream_t stream) {
     if (s.norm) {
       bool is_short = s.n / width<T> <= threads;  // fewer registers, which other kernels hold meanwhile
       auto kernel = is_short ? tiny_sum_norm<T, 1> : tiny_sum_norm<T, most_vectors>;
-      const int64_t blocks = std::min<int64_t>(s.rows, group.peers->small_blocks());
       launch_after_matmul(group, kernel, blocks, threads, stream, areas, *s.norm, part, bias, s.rows, s.n, s.pushed);
     } else {
-      const int64_t blocks = std::min<int64_t>((vectors + threads - 1) / threads, group.peers->small_blocks());
       launch_after_matmul(group, tiny_sum<T>, blocks, threads, stream, areas, static_cast<int4*>(s.y), part, bias,
                           vectors, s.n, s.pushed);
     }

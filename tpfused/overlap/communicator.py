@@ -27,7 +27,7 @@ FIRST_SLOT = 2**20  # bytes of each of the peers' buffers at first
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
-NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, and no more than a quarter of a card's
+NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, at most: of a small card fewer
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.

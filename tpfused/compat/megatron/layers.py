@@ -1,6 +1,6 @@
 """Megatron-LM's tensor-parallel layers: its signatures, its parameters' attributes, its way to read a config.
 
-A `config` is Megatron's ``ModelParallelConfig`` or any object with some of these attributes:
+A `config` is Megatron's ``ModelParallelConfig`` or any object with some of these attributes (None is as if not there):
 
 - ``sequence_parallel`` (False): as in tpfused's layers, over dimension 0.
 - ``params_dtype`` (torch's default): of the parameters.
