@@ -209,7 +209,9 @@ def _optimizer_entries(model: nn.Module, optimizer: torch.optim.Optimizer) -> li
 
 def _load(entry: Entry, part: Tensor, wholes: list[Tensor]) -> None:
     """Fill `part`, which is split as the entry's tensor is, in place."""
-    local(part).copy_(own_part(entry.pack(wholes), splits(entry.tensor)))
+    own = own_part(entry.pack(wholes), splits(entry.tensor))
+    # torch 2.11 copies a strided view that is to be negated (or conjugated) to a GPU as it lies in memory.
+    local(part).copy_(own.resolve_conj().resolve_neg())
 
 
 def _check_mapping(state: Mapping) -> None:
