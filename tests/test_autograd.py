@@ -10,7 +10,9 @@ from tests.compare import Block
 from tests.overlap.test_operations import forced
 from tpfused import ParallelMLP, vocab_parallel_cross_entropy
 from tpfused.autograd import eager_apply, once_differentiable
+from tpfused.layers.norm import Norm
 from tpfused.overlap.matmul_all_gather import column_matmul
+from tpfused.placement import local
 
 
 class Double(torch.autograd.Function):
@@ -147,3 +149,23 @@ def check_layers_refuse(ctx, tp, seed, path):
 @pytest.mark.parametrize("tp", [2], indirect=True)
 def test_layers_refuse(workers, tp, seed, path):
     workers.run(check_layers_refuse, tp, seed, path)
+
+
+def check_twice_through_a_dtensor(ctx, tp, seed):
+    """What is differentiable twice stays so where its parameter is a DTensor."""
+    block = Block(ctx, tp, "mesh", seed)
+    norm = Norm("rmsnorm", 4, device=block.device, dtype=torch.float64, **block.place)
+    alone = torch.nn.RMSNorm(4, 1e-5, device=block.device, dtype=torch.float64)
+    torch.manual_seed(block.seed)
+    x, found = block.randn(3, 4), []
+    for layer in (norm, alone):
+        (grad,) = torch.autograd.grad(layer(x).pow(3).sum(), layer.weight, create_graph=True)
+        local(grad).square().sum().backward()
+        found.append(local(layer.weight.grad))
+    torch.testing.assert_close(*found)
+    assert norm.weight.grad.placements == norm.weight.placements
+
+
+@pytest.mark.parametrize("tp", [1, 2], indirect=True)
+def test_twice_through_a_dtensor(workers, tp, seed):
+    workers.run(check_twice_through_a_dtensor, tp, seed)

@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tpfused.autograd import eager_apply, records_gradient
 from tpfused.collectives import gather_from_group, own_slice
 from tpfused.group import TPGroup, check_exists, exists
 from tpfused.sharding import shard_range, shard_size
@@ -42,7 +43,7 @@ def local(param: Tensor | None) -> Tensor | None:
         return param
     if torch.compiler.is_compiling():  # which lays gradients out itself, and cannot trace the other
         return param.to_local(grad_placements=param.placements)
-    return _ToLocal.apply(param)
+    return _to_local(param) if records_gradient(param) else param.to_local()
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -62,8 +63,7 @@ class _ToLocal(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, param):
-        ctx.place = {"device_mesh": param.device_mesh, "placements": param.placements}
-        ctx.whole = {"shape": param.shape, "stride": param.stride()}
+        ctx.spec = param._spec
         ctx.set_materialize_grads(False)  # one that went to a main_grad
         part = param.to_local()
         return part.view_as(part)
@@ -74,7 +74,14 @@ class _ToLocal(torch.autograd.Function):
 
         if grad is None:
             return None
-        return DTensor.from_local(grad.contiguous(), **ctx.place, run_check=False, **ctx.whole)
+        grad, spec = grad.contiguous(), ctx.spec
+        if not torch.is_grad_enabled():  # `from_local` would build the spec anew: as much host time as all the rest
+            return DTensor(grad, spec, requires_grad=False)
+        whole = {"shape": spec.shape, "stride": spec.stride}
+        return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
+
+
+_to_local = eager_apply(_ToLocal)
 
 
 def splits(param: Tensor) -> list[ShardInfo]:
