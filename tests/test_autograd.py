@@ -1,5 +1,6 @@
 """What autograd functions share: how they are applied, and that they refuse a second derivative."""
 
+from copy import deepcopy
 from functools import partial
 
 import pytest
@@ -8,7 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.compare import Block
 from tests.overlap.test_operations import forced
-from tpfused import ParallelMLP, vocab_parallel_cross_entropy
+from tpfused import ParallelMLP, RowParallelLinear, parallelize, vocab_parallel_cross_entropy
 from tpfused.autograd import eager_apply, once_differentiable
 from tpfused.layers.norm import Norm
 from tpfused.overlap.matmul_all_gather import column_matmul
@@ -169,3 +170,38 @@ def check_twice_through_a_dtensor(ctx, tp, seed):
 @pytest.mark.parametrize("tp", [1, 2], indirect=True)
 def test_twice_through_a_dtensor(workers, tp, seed):
     workers.run(check_twice_through_a_dtensor, tp, seed)
+
+
+class TwoInOne(torch.nn.Module):
+    """Adds two parameters, whose gradients are one tensor then, which a layer's matmul gives."""
+
+    def __init__(self):
+        super().__init__()
+        self.head, self.weight, self.change = torch.nn.Linear(4, 4), *(torch.nn.Parameter(torch.eye(4)) for _ in "12")
+
+    def forward(self, x):
+        return self.head(x @ (self.weight + self.change))
+
+
+def check_gradients_that_others_hold(ctx, tp, seed):
+    """A DTensor's gradient is memory of its own: what comes later is added to it alone."""
+    block = Block(ctx, tp, "mesh", seed)
+    torch.manual_seed(block.seed)
+    dense = TwoInOne().to(block.device)
+    model = parallelize(deepcopy(dense), block.place["mesh"], {"head": "colwise_gather"})
+    x = block.randn(3, 4, dtype=torch.float32)
+    for each in (dense, model):
+        for _ in range(2):
+            each(x).square().sum().backward()
+    for name, param in dense.named_parameters():
+        torch.testing.assert_close(model.get_parameter(name).grad.full_tensor(), param.grad)
+    layer = RowParallelLinear(8, 4, device=block.device, **block.place)
+    given = torch.ones(4, device=block.device)
+    for _ in range(3):
+        layer(torch.ones(layer.weight.to_local().shape[1], device=block.device)).backward(given)
+    assert local(layer.bias.grad).tolist() == [3.0] * 4 and given.tolist() == [1.0] * 4
+
+
+@pytest.mark.parametrize("tp", [1, 2], indirect=True)
+def test_gradients_that_others_hold(workers, tp, seed):
+    workers.run(check_gradients_that_others_hold, tp, seed)

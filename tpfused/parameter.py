@@ -108,7 +108,8 @@ class ParallelModule(nn.Module):
                 f"shard: under FSDP2, build the layers with mesh=, not group=. One of your own is to be assigned as an "
                 f"attribute; functional_call takes tensors that are no parameters"
             )
-        return local(param)
+        # A matrix is multiplied or looked up, which gives a new gradient; a bias may get what the layer's output does.
+        return None if param is None else local(param, new_gradient=param.ndim > 1)
 
     def weight_and_main_grad(self) -> tuple[Tensor, Tensor | None]:
         """What this rank computes with for the weight, and what backward is to add its gradient to, if not to `grad`.

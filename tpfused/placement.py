@@ -37,13 +37,18 @@ def shard_info(param: Tensor) -> ShardInfo | None:
     return getattr(param, "tp_shard", None)
 
 
-def local(param: Tensor | None) -> Tensor | None:
-    """What this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself."""
+def local(param: Tensor | None, *, new_gradient: bool = False) -> Tensor | None:
+    """What this rank computes with: a DTensor's local tensor (differentiable), or the parameter itself.
+
+    `new_gradient`: what the local tensor gets for a gradient is a new tensor, which nothing else holds, as a matmul
+    gives it. Otherwise it is copied: autograd sees that nobody else holds the DTensor that is made of it, keeps that as
+    the parameter's, and adds to it what comes later.
+    """
     if not is_dtensor(param):
         return param
     if torch.compiler.is_compiling():  # which lays gradients out itself, and cannot trace the other
         return param.to_local(grad_placements=param.placements)
-    return _to_local(param) if records_gradient(param) else param.to_local()
+    return _to_local(param, new_gradient) if records_gradient(param) else param.to_local()
 
 
 def is_dtensor(tensor: object) -> bool:
@@ -62,8 +67,8 @@ class _ToLocal(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx, param):
-        ctx.spec = param._spec
+    def forward(ctx, param, new_gradient):
+        ctx.spec, ctx.new_gradient = param._spec, new_gradient
         ctx.set_materialize_grads(False)  # one that went to a main_grad
         part = param.to_local()
         return part.view_as(part)
@@ -73,12 +78,13 @@ class _ToLocal(torch.autograd.Function):
         from torch.distributed.tensor import DTensor
 
         if grad is None:
-            return None
-        grad, spec = grad.contiguous(), ctx.spec
-        if not torch.is_grad_enabled():  # `from_local` would build the spec anew: as much host time as all the rest
-            return DTensor(grad, spec, requires_grad=False)
+            return None, None
+        grad = grad.contiguous() if ctx.new_gradient else grad.clone(memory_format=torch.contiguous_format)
+        spec = ctx.spec
+        if not torch.is_grad_enabled():  # `from_local` would build the spec anew: nearly half of all the host's time
+            return DTensor(grad, spec, requires_grad=False), None
         whole = {"shape": spec.shape, "stride": spec.stride}
-        return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole)
+        return DTensor.from_local(grad, spec.mesh, spec.placements, run_check=False, **whole), None
 
 
 _to_local = eager_apply(_ToLocal)
