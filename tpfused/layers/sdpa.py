@@ -1,18 +1,21 @@
-"""Attention by torch's `scaled_dot_product_attention`, and which of its back ends runs.
+"""Attention by torch's `scaled_dot_product_attention`.
 
 Attention of the layers is torch's, with masks, dropout and grouped heads too: no scores are kept. But for one new token
 and a cache, for which `tpfused.kernels.decode` is there, and for who wants the probabilities themselves, which
 `tpfused.kernels.softmax` makes.
+
+Which of its back ends runs is left to torch. From 2.11 on it asks cuDNN's first on Hopper and data-centre Blackwell,
+which takes 280 us where flash attention takes 590 (causal, 8 heads of 128, 8192 tokens, bf16), and makes a plan for
+each number of tokens: its first call takes 50 ms on an H200. Where lengths change all the time,
+`torch.backends.cuda.enable_cudnn_sdp(False)` may be better.
 """
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention import SDPBackend
 
 from tpfused import reference
 from tpfused.explanation import MOST_TOLD, tell
@@ -20,9 +23,6 @@ from tpfused.group import TPGroup
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import runs_kernels
 from tpfused.random import rank_dropout
-
-ORDER = SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH
-LEAST_TOKENS = 512  # not measured: below, the host's time should decide
 
 
 def scaled_dot_product_attention(
@@ -40,7 +40,7 @@ def scaled_dot_product_attention(
     `q` ``[batch, heads, tokens, d]``, `k` and `v` ``[batch, kv_heads, keys, d]``, `mask` boolean or additive,
     broadcastable to ``[batch, heads, tokens, keys]``; `causal` for as many keys as tokens.
     `no_empty_rows`: the mask is known to leave each token something to attend to. `backend`: the layer's; on the plain
-    path torch's usual back end runs, and k and v are repeated. Equals `reference.attention_core`.
+    path k and v are repeated. Equals `reference.attention_core`.
     """
     queries = q.shape[1] // k.shape[1]
     if queries > 1 and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
@@ -51,8 +51,7 @@ def scaled_dot_product_attention(
     if queries > 1 and not shares:
         k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
     if mask is None:
-        with cudnn_first(q, k, backend):
-            return _attend(q, k, v, None, dropout, causal, shares=queries > 1 and shares)
+        return _attend(q, k, v, None, dropout, causal, shares=queries > 1 and shares)
     if mask.dtype != torch.bool:
         mask = mask.to(q.dtype)  # first, for a large negative number may become -inf
     if causal:
@@ -115,20 +114,6 @@ def shares_heads(q: Tensor, backend: str | None) -> bool:
     )
 
 
-def cudnn_first(q: Tensor, k: Tensor, backend: str | None) -> AbstractContextManager:
-    """Within it, torch asks cuDNN's attention first, then flash attention: 275 us where flash takes 590 (causal, 8
-    heads of 128, 8192 tokens, bf16, H100). A back end that cannot do a shape, or that the caller has switched off, is
-    passed over; an order that the caller has set stays.
-
-    `q` ``[batch, heads, tokens, d]``, `k` ``[batch, kv heads, keys, d]``. With other keys than queries, as in decoding,
-    the order is torch's: cuDNN makes a plan for each number of keys. So it is on the plain path.
-    """
-    tokens = q.shape[2]
-    if q.dtype.itemsize != 2 or tokens != k.shape[2] or tokens < LEAST_TOKENS or not runs_kernels(q, backend):
-        return nullcontext()
-    return sdpa_kernel(_enabled(), set_priority=True) if torch.compiler.is_compiling() else _CUDNN_FIRST
-
-
 def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, causal: bool, shares: bool) -> Tensor:
     """torch's `scaled_dot_product_attention`; `explain` is told which back end that takes. `shares`: `enable_gqa`."""
     if type(q) is Tensor and not torch.compiler.is_compiling():
@@ -156,34 +141,3 @@ def _described(q: Tensor, k: Tensor, mask: Tensor | None, dropout: float, causal
     options = {"causal": causal, "mask": mask is not None, "dropout": dropout > 0}
     sizes = f"{heads} of {q.shape[3]}, {q.shape[2]:,} tokens on {k.shape[2]:,}"
     return ", ".join([sizes, *(name for name, is_on in options.items() if is_on)])
-
-
-class _CudnnFirst:
-    """`sdpa_kernel` without its 20 us of host time: only the order is set."""
-
-    def __init__(self):
-        self.usual = torch._C._get_sdp_priority_order()
-        self._changed: list[bool] = []  # by each that is within
-        first = [int(backend) for backend in ORDER]
-        self.wanted = first + [backend for backend in self.usual if backend not in first]
-
-    def __enter__(self) -> None:
-        changes = torch._C._get_sdp_priority_order() == self.usual
-        self._changed.append(changes)
-        if changes:
-            torch._C._set_sdp_priority_order(self.wanted)
-
-    def __exit__(self, *exception) -> None:
-        if self._changed.pop() and torch._C._get_sdp_priority_order() == self.wanted:
-            torch._C._set_sdp_priority_order(self.usual)
-
-
-@torch.compiler.assume_constant_result
-def _enabled() -> list[SDPBackend]:
-    """Those that the caller has not switched off, when its code is compiled."""
-    cuda = torch.backends.cuda
-    asked = cuda.cudnn_sdp_enabled, cuda.flash_sdp_enabled, cuda.mem_efficient_sdp_enabled, cuda.math_sdp_enabled
-    return [backend for backend, is_on in zip(ORDER, asked, strict=True) if is_on()]
-
-
-_CUDNN_FIRST = _CudnnFirst()
