@@ -86,7 +86,8 @@ class ParallelModule(nn.Module):
         """What this rank computes with for the parameter `name`; its gradient reaches the parameter.
 
         Raises:
-            ValueError: FSDP2 has taken a plain shard for a whole parameter, or DDP a DTensor's local tensor.
+            ValueError: FSDP2 has taken a plain shard for a whole parameter, or DDP a DTensor's local tensor; a plain
+                shard is parametrized or pruned.
             RuntimeError: the process group was destroyed.
         """
         if self.group.process_group not in GROUPS:
@@ -99,6 +100,14 @@ class ParallelModule(nn.Module):
                 f"{type(self).__name__}.{name} is no longer a parameter, but a DTensor made of one, as "
                 f"DistributedDataParallel(device_mesh=) does; build the layers with group= for "
                 f"DistributedDataParallel(process_group=), or wrap them by fully_shard, over a (replicas, 1) mesh say"
+            )
+        if name in self._shards and name not in self._parameters:
+            # Of whatever it is computed from nobody knows which part of a whole it is, and whether the same function of
+            # the whole has this shard: a row's norm, say, is over all ranks' columns.
+            raise ValueError(
+                f"{type(self).__name__}.{name}, one of {self._shards[name].group.size} ranks' shards, is parametrized "
+                f"or pruned: gradients would be clipped by this rank's norm only; make that permanent first, or build "
+                f"the layer with mesh=, whose DTensors know how they are split"
             )
         if name in self._shards and isinstance(param, nn.Parameter) and shard_info(param) is None:
             # FSDP2 puts parameters of its own in the place of ours. It knows of a shard only if that is a DTensor, and

@@ -7,7 +7,6 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-import torch.nn.utils.parametrize
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -22,7 +21,6 @@ from tpfused import (
     RowParallelLinear,
     TransformerConfig,
     VocabParallelEmbedding,
-    full_state_dict,
     rank_rng,
     vocab_parallel_cross_entropy,
 )
@@ -164,19 +162,6 @@ def test_shared_heads_need_a_mesh_with_names(workers):
     if workers.world == 1:
         pytest.skip("one rank shares no heads")
     workers.run(check_mesh_without_names)
-
-
-def check_hidden_shards(ctx, tp):
-    block = Block(ctx, tp, "group", 0)
-    layer = ColumnParallelLinear(4, 8, device=block.device, **block.place)
-    torch.nn.utils.parametrizations.weight_norm(layer)
-    with pytest.raises(ValueError, match="weight is parametrized"):
-        full_state_dict(layer)
-
-
-@pytest.mark.parametrize("tp", [2], indirect=True)
-def test_a_shard_that_cannot_be_seen_is_not_saved_as_whole(workers, tp):
-    workers.run(check_hidden_shards, tp)
 
 
 def test_meta_tensors_pass_through():
