@@ -10,7 +10,7 @@ from torch import Tensor
 from tpfused.checks import check_boolean, check_number, check_tensor
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
-from tpfused.main_grad import gradient_of
+from tpfused.main_grad import check_one_gradient, gradient_of
 from tpfused.placement import local, splits
 
 
@@ -29,8 +29,9 @@ def clip_grad_norm_(
     costs one collective of a few numbers; there is none where nothing is sharded, and no synchronisation with
     the host unless `error_if_nonfinite`.
 
-    Where a parameter has a `main_grad`, that is its gradient, which is counted and scaled, and its `grad` is left alone
-    (Megatron-LM's convention; None, or zeros for hooks: see `accumulate_main_grad` of `ColumnParallelLinear`).
+    Where a parameter has a `main_grad`, that is its gradient, which is counted and scaled. Its `grad` is then None, or
+    `main_grad` itself, or zeros for hooks, where ``grad_added_to_main_grad`` is True (Megatron-LM's convention: see
+    `accumulate_main_grad` of `ColumnParallelLinear`).
 
     Args:
         parameters: one tensor or many. Gradients may be sparse in the COO layout, as an `nn.Embedding`'s are.
@@ -44,7 +45,8 @@ def clip_grad_norm_(
         every rank.
 
     Raises:
-        ValueError: `norm_type` is not positive, `max_norm` is negative or NaN, or either is too large for a float.
+        ValueError: `norm_type` is not positive, `max_norm` is negative or NaN, or either is too large for a float; a
+            parameter has a `main_grad` and another gradient in `grad`.
         TypeError: numbers that are none, parameters that are no tensors, gradients of another sparse layout.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set, or the process group that a parameter is
             split over was destroyed.
@@ -59,8 +61,9 @@ def clip_grad_norm_(
     if not isinstance(parameters, Iterable):
         raise TypeError(f"parameters must be a tensor or several, not {type(parameters).__name__}")
     parameters = [parameters] if isinstance(parameters, Tensor) else list(parameters)
-    for param in parameters:
+    for index, param in enumerate(parameters):
         check_tensor(param, "each of the parameters")
+        check_one_gradient(param, f"parameter {index}, of shape {tuple(param.shape)},")
     parameters = [param for param in parameters if gradient_of(param) is not None]
     for grad in map(gradient_of, parameters):
         if grad.layout not in (torch.strided, torch.sparse_coo):

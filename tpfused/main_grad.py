@@ -20,6 +20,26 @@ def gradient_of(param: Tensor) -> Tensor | None:
     return param.grad if main_grad is None else main_grad
 
 
+def check_one_gradient(param: Tensor, what: str) -> None:
+    """Refuse a `grad` beside a `main_grad` that is not the zeros which `announced` gives: a part of the gradient would
+    be overlooked, or all of it.
+
+    Raises:
+        ValueError
+    """
+    main_grad = getattr(param, "main_grad", None)
+    if main_grad is None or getattr(param, "grad_added_to_main_grad", False):
+        return
+    grad = param.grad
+    if grad is None or grad is main_grad:
+        return
+    raise ValueError(
+        f"{what} has a grad of shape {tuple(grad.shape)} beside its main_grad, and only one can be its gradient: with "
+        f"accumulate_main_grad=True a layer adds to main_grad alone, but not under FSDP2 or where the weight is used "
+        f"outside of the layer. Delete the attribute main_grad, or set grad to None"
+    )
+
+
 def main_grad_of(param: Tensor | None, what: str) -> Tensor | None:
     """The local tensor to which backward is to add the parameter's gradient; None where it has none, or needs none.
 

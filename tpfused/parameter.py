@@ -124,13 +124,32 @@ class ParallelModule(nn.Module):
         """What this rank computes with for the weight, and what backward is to add its gradient to, if not to `grad`.
 
         Raises:
+            ValueError: as `check_trains_own_weight`.
             ValueError, TypeError: a main_grad that does not fit the weight; and as `local`.
         """
         weight = self.local("weight")
         if not self.accumulate_main_grad:
             return weight, None
+        self.check_trains_own_weight()
         main_grad = main_grad_of(self.weight, f"{type(self).__name__}.weight")
         return (weight if main_grad is None else announced(weight, self.weight)), main_grad
+
+    def check_trains_own_weight(self) -> None:
+        """Refuse a weight that is not the parameter on which users see, and set, its `main_grad`: that would stay as it
+        is without a word.
+
+        Raises:
+            ValueError: FSDP2 has put another parameter in its place for forward, or it is parametrized or pruned.
+        """
+        weight = self._parameters.get("weight")
+        if "weight" not in self._parameters or (isinstance(weight, nn.Parameter) and not hasattr(weight, "tp_shard")):
+            raise ValueError(
+                f"{type(self).__name__}.weight is to have its gradient added to a main_grad (accumulate_main_grad, or "
+                f"Megatron's gradient_accumulation_fusion), but forward has another tensor in its place, as under "
+                f"FSDP2, or where it is parametrized or pruned: a main_grad would not be added to. Leave that off, or "
+                f"leave the weight as it is (fully_shard's ignored_params); one of your own is to be assigned as an "
+                f"attribute"
+            )
 
     def replicated(self, name: str, *, sharded_tokens: bool) -> Tensor | None:
         """The same for a parameter that is whole on each rank.
@@ -147,9 +166,10 @@ class ParallelModule(nn.Module):
 
     def _tag_parameters(self) -> None:
         # A Parameter's attributes do not survive deepcopy, pickling or a move off the meta device: set again then.
-        for name, shard in self._shards.items():
-            if self._parameters.get(name) is not None:
-                self._parameters[name].tp_shard = shard
+        for name, param in self._parameters.items():
+            # One that is no shard here may be one in a layer that it is tied to. None of FSDP2's own has the attribute.
+            if param is not None and (name in self._shards or not hasattr(param, "tp_shard")):
+                param.tp_shard = self._shards.get(name)
 
     def _apply(self, fn: Callable, recurse: bool = True):
         module = super()._apply(fn, recurse)

@@ -1,17 +1,27 @@
 """Weight gradients that are added to ``weight.main_grad`` in float32."""
 
+import copy
 from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
+from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
+from torch.nn.utils import parametrize
 
 from tests.compare import Block, refuses
 from tests.layers.paths import assert_near, gradients, make_model, paths
 from tests.layers.test_transformer import GPT, LLAMA, draw_ids
 from tests.overlap.cases import OPERATIONS
 from tests.overlap.test_operations import CASES, draw
-from tpfused import ColumnParallelLinear, RowParallelLinear, VocabParallelEmbedding, clip_grad_norm_
+from tpfused import (
+    ColumnParallelLinear,
+    ParallelTransformer,
+    RowParallelLinear,
+    VocabParallelEmbedding,
+    clip_grad_norm_,
+)
 from tpfused.placement import local
 
 CONFIGS = [
@@ -169,6 +179,73 @@ def check_refusals(ctx, tp, mode):
             OPERATIONS["column_matmul"](weight, weight, main_grad=odd, **block.place)
     with refuses(TypeError, "2 weights", "main_grads"):
         OPERATIONS["all_gather_matmul"](weight, [weight, weight], main_grad=weight, **block.place)
+
+
+def check_weights_out_of_sight(ctx, tp, case):
+    """Where forward computes with another tensor than the parameter that has the main_grad, nothing is added to it."""
+    place = {"mesh": ctx.mesh(tp)}
+    ids, x = torch.zeros(2, dtype=torch.int64, device=ctx.device), torch.ones(2, 4, device=ctx.device)
+    options = {"device": ctx.device, "accumulate_main_grad": True, **place}
+    layers = [(ColumnParallelLinear(4, 8, **options), x), (VocabParallelEmbedding(4, 8, **options), ids)]
+    layers.append((RowParallelLinear(4 * tp, 8, **options), x))
+    layers.append((ParallelTransformer(replace(CONFIGS[1], accumulate_main_grad=True), **place), ids[None]))
+    for before in (False, True):
+        for layer, given in layers:
+            layer = copy.deepcopy(layer)
+            inner = layer.embedding if isinstance(layer, ParallelTransformer) else layer
+            if before:
+                inner.weight.main_grad = torch.zeros_like(local(inner.weight))
+            if case == "fsdp2":
+                fully_shard(layer, mesh=ctx.grid(tp)["dp"])
+            else:
+                parametrize.register_parametrization(inner, "weight", nn.Identity())
+            if not before:
+                for param in layer.parameters():
+                    param.main_grad = torch.zeros_like(param)
+            with refuses(
+                ValueError, f"{type(inner).__name__}.weight", "accumulate_main_grad", "FSDP2", "ignored_params"
+            ):
+                layer(given)
+
+
+@pytest.mark.parametrize("case", ["fsdp2", "parametrized"])
+@two_ranks
+def test_weights_that_are_others_in_forward_are_refused(workers, tp, case):
+    workers.run(check_weights_out_of_sight, tp, case)
+
+
+def check_left_out_of_fsdp2(ctx, tp):
+    """What FSDP2 ignores stays the layer's; and it shards layers without main_grads as ever."""
+    layer = ColumnParallelLinear(4, 8, device=ctx.device, mesh=ctx.mesh(tp), accumulate_main_grad=True)
+    fully_shard(layer, mesh=ctx.grid(tp)["dp"], ignored_params={layer.weight})
+    layer.weight.main_grad = torch.zeros_like(local(layer.weight))
+    layer(torch.ones(2, 4, device=ctx.device)).sum().backward()
+    assert (layer.weight.main_grad == 2).all() and layer.weight.grad is None
+
+
+@two_ranks
+def test_weights_that_fsdp2_ignores(workers, tp):
+    workers.run(check_left_out_of_fsdp2, tp)
+
+
+def test_a_main_grad_beside_another_gradient_is_not_clipped():
+    plain, both = (nn.Parameter(torch.zeros(3)) for _ in range(2))
+    plain.grad = torch.ones(3)
+    both.main_grad = torch.zeros(3)
+    assert clip_grad_norm_([plain, both], 9.0) == 3**0.5
+    both.grad = torch.ones(3)
+    for mark in (None, False):
+        if mark is not None:
+            both.grad_added_to_main_grad = mark
+        with refuses(ValueError, "parameter 1", (3,), "main_grad", "FSDP2"):
+            clip_grad_norm_([plain, both], 1.0)
+        assert (plain.grad == 1).all()
+    both.grad_added_to_main_grad = True  # what a layer says that has given zeros
+    assert clip_grad_norm_([plain, both], 9.0) == 3**0.5
+    del both.grad_added_to_main_grad
+    both.main_grad = both.grad
+    assert clip_grad_norm_([plain, both], 1.0) == 6**0.5
+    assert (both.grad < 1).all()
 
 
 @two_ranks

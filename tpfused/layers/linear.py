@@ -44,6 +44,8 @@ class ColumnParallelLinear(LinearParameters):
             shape, backward adds the weight's gradient to that, in float32, and ``weight.grad`` stays None. This is
             Megatron-LM's convention: where it has set `grad_added_to_main_grad`, that becomes True, and `grad` zeros.
             `clip_grad_norm_` counts and scales it; `copy.deepcopy` leaves it behind, as all attributes of parameters.
+            Not for weights that FSDP2 shards, which are others in forward than those that a program sees, nor for
+            parametrized ones: the layer refuses them.
         save_gathered: under sequence parallelism, keep all ranks' tokens for the weight's gradient instead of gathering
             them again: more memory, one all-gather less.
         group, mesh: a ProcessGroup (plain parameters; None: the default group, or one process) or a one-dimensional

@@ -276,10 +276,10 @@ def _become(module: nn.Module, layer: ParallelModule, to: Conversion) -> None:
                     f"a tied parameter would be split in two ways: {new.placements} and {made.placements} of "
                     f"{tuple(made.shape)}"
                 )
-            layer._parameters[name] = new
+            layer.register_parameter(name, new)
             continue
         if not param.is_meta:
-            layer._parameters[name] = empty_on(made, to.device)
+            layer.register_parameter(name, empty_on(made, to.device))
             layer.fill_parameter(name, _as_matrix(module) if name == "weight" else param.detach())
         to.became[param] = to.group.mesh, layer._parameters[name].requires_grad_(param.requires_grad)
     module.__class__ = type(layer)

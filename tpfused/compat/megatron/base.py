@@ -121,7 +121,11 @@ class LinearLayer(Layer):
         if given is not None:
             check_tensor(given, f"{type(self).__name__}: the weight")
         weight = self.local("weight") if given is None else given
-        main_grad = getattr(weight, "main_grad", None) if self.gradient_accumulation_fusion else None
+        if not self.gradient_accumulation_fusion:
+            return weight, None
+        if given is None:
+            self.check_trains_own_weight()
+        main_grad = getattr(weight, "main_grad", None)
         if main_grad is None or not weight.requires_grad:
             return weight, None
         seen = announced(weight, weight)
