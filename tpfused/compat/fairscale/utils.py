@@ -1,5 +1,8 @@
 """fairscale's arithmetic of shards, which are all of one size. What it asserts is a `ValueError` here, which is an
 `AssertionError`, too.
+
+Accepted without meaning here: the `world_size` of `vocab_range_from_per_partition_vocab_size` (as in fairscale), which
+no rank is compared with.
 """
 
 from __future__ import annotations
@@ -44,7 +47,7 @@ class VocabUtility:
     def vocab_range_from_per_partition_vocab_size(
         per_partition_vocab_size: int, rank: int, world_size: int
     ) -> tuple[int, int]:
-        """`world_size` has no meaning here."""
+        """`world_size` is without meaning."""
         return rank * per_partition_vocab_size, (rank + 1) * per_partition_vocab_size
 
     @staticmethod

@@ -3,6 +3,9 @@
 Each takes a tensor (of integers too, which have no gradient) and the tensor-parallel ProcessGroup (`group`, found as
 the package says if None), and raises `ValueError` where the dimension that it splits does not divide by the ranks, or
 is not there, and `TypeError` for what is no tensor.
+
+Accepted without meaning here: `use_global_buffer` (from where Megatron takes the memory of a collective's result).
+Refused with a `ValueError`, as all ranks hold equally many tokens: `output_split_sizes` and `input_split_sizes`.
 """
 
 from __future__ import annotations
@@ -82,7 +85,7 @@ def gather_from_sequence_parallel_region(
     """All ranks' tokens (dimension 0), as many from each.
 
     The gradient is reduce-scattered if what follows is split over the ranks (`tensor_parallel_output_grad`), and this
-    rank's slice if every rank repeats it. `output_split_sizes` must be None; `use_global_buffer` means nothing here.
+    rank's slice if every rank repeats it. `output_split_sizes` must be None; `use_global_buffer` is without meaning.
     """
     _refuse_split_sizes(output_split_sizes, "gather_from_sequence_parallel_region", "output_split_sizes")
     tp = find_group(group)
@@ -98,7 +101,7 @@ def reduce_scatter_to_sequence_parallel_region(
 ) -> Tensor:
     """This rank's tokens (dimension 0) of the sum over the ranks; the gradient is all-gathered.
 
-    `input_split_sizes` must be None; `use_global_buffer` means nothing here.
+    `input_split_sizes` must be None; `use_global_buffer` is without meaning.
     """
     _refuse_split_sizes(input_split_sizes, "reduce_scatter_to_sequence_parallel_region", "input_split_sizes")
     tp = find_group(group)
