@@ -40,8 +40,11 @@ def check_one_gradient(param: Tensor, what: str) -> None:
     )
 
 
-def main_grad_of(param: Tensor | None, what: str) -> Tensor | None:
+def main_grad_of(param: Tensor | None, what: str, *, own_dtype: bool = False) -> Tensor | None:
     """The local tensor to which backward is to add the parameter's gradient; None where it has none, or needs none.
+
+    Args:
+        own_dtype: it may have the parameter's dtype in place of float32.
 
     Raises:
         ValueError, TypeError: as `check_main_grad`.
@@ -51,12 +54,13 @@ def main_grad_of(param: Tensor | None, what: str) -> Tensor | None:
         return None
     with torch.no_grad():
         main_grad, own = local(main_grad), local(param)
-    check_main_grad(main_grad, own, what)
+    check_main_grad(main_grad, own, what, own_dtype=own_dtype)
     return main_grad
 
 
-def check_main_grad(main_grad: Tensor | None, weight: Tensor, what: str) -> None:
-    """Refuse one that is not a contiguous float32 tensor of the local weight's shape and device.
+def check_main_grad(main_grad: Tensor | None, weight: Tensor, what: str, *, own_dtype: bool = False) -> None:
+    """Refuse one that is not a contiguous float32 tensor (or with `own_dtype` one of the weight's dtype) of the local
+    weight's shape and device.
 
     Raises:
         ValueError, TypeError
@@ -66,8 +70,9 @@ def check_main_grad(main_grad: Tensor | None, weight: Tensor, what: str) -> None
     from tpfused.checks import check_dense  # which needs this module
 
     check_dense(main_grad, what, "main_grad")
-    if main_grad.dtype != torch.float32:
-        raise TypeError(f"{what}: main_grad must be float32, not {main_grad.dtype}")
+    if main_grad.dtype != torch.float32 and not (own_dtype and main_grad.dtype == weight.dtype):
+        wanted = f"float32 or the weight's {weight.dtype}" if own_dtype else "float32"
+        raise TypeError(f"{what}: main_grad must be {wanted}, not {main_grad.dtype}")
     if main_grad.shape != weight.shape or main_grad.device != weight.device:
         raise ValueError(
             f"{what}: main_grad must have the weight's shape {tuple(weight.shape)} on {weight.device}, not "

@@ -2,7 +2,10 @@
 
 from types import SimpleNamespace
 
+import pytest
 import torch
+from torch import nn
+from torch.nn.utils import parametrize
 
 from tests.compare import Block, refuses
 from tests.compat.test_megatron import config_of, make
@@ -129,3 +132,43 @@ def check_refusals(ctx, tp, seed):
 
 def test_what_is_refused(workers, tp, seed):
     workers.run(check_refusals, tp, seed)
+
+
+def check_main_grads(ctx, tp):
+    """One of 16 bits, which autograd would otherwise add to, is to fit as one of float32."""
+    block = Block(ctx, tp, "group", 0)
+    for dtype in (torch.bfloat16, torch.float32):
+        for kind, given in ((ColumnParallelLinear, False), (ColumnParallelLinear, True), (RowParallelLinear, False)):
+            layer = make(kind, block, 8, 8 * tp, fused=True).to(torch.bfloat16)
+            weight = nn.Parameter(layer.weight.detach().clone()) if given else layer.weight
+            options = {"dtype": dtype, "device": block.device}
+            for main_grad, error, told in (
+                (torch.zeros(1, weight.shape[1], **options), ValueError, (1, weight.shape[1])),
+                (torch.zeros(3, *weight.shape, **options), ValueError, (3, *weight.shape)),
+                (torch.zeros(weight.shape[::-1], **options).t(), ValueError, "contiguous"),
+                (torch.zeros(weight.shape, dtype=dtype, device="meta"), ValueError, "meta"),
+                (torch.zeros(weight.shape, **options).to_sparse(), TypeError, "sparse"),
+                (torch.zeros(weight.shape, **options).half(), TypeError, "float32 or the weight's torch.bfloat16"),
+            ):
+                weight.main_grad = main_grad
+                x = torch.ones(2, 1, 8 // tp if kind is RowParallelLinear else 8, dtype=torch.bfloat16)
+                with refuses(error, f"{kind.__name__}.weight", "main_grad", told):
+                    layer(x.to(block.device), **({"weight": weight} if given else {}))
+
+
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_a_main_grad_that_does_not_fit_is_refused(workers, tp):
+    workers.run(check_main_grads, tp)
+
+
+def check_parametrized(ctx, tp):
+    """Of one rank: of several, any parametrized shard is refused."""
+    layer = make(ColumnParallelLinear, Block(ctx, tp, "group", 0), 8, 8, fused=True)
+    parametrize.register_parametrization(layer, "weight", nn.Identity())
+    with refuses(ValueError, "ColumnParallelLinear.weight", "gradient_accumulation_fusion"):
+        layer(torch.ones(2, 1, 8, device=ctx.device))
+
+
+@pytest.mark.parametrize("tp", [1], indirect=True)
+def test_parametrized_weights_with_main_grads_are_refused(workers, tp):
+    workers.run(check_parametrized, tp)

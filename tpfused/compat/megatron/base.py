@@ -125,13 +125,13 @@ class LinearLayer(Layer):
             return weight, None
         if given is None:
             self.check_trains_own_weight()
-        main_grad = getattr(weight, "main_grad", None)
-        if main_grad is None or not weight.requires_grad:
+        main_grad = main_grad_of(weight, f"{type(self).__name__}.weight", own_dtype=True)
+        if main_grad is None:
             return weight, None
         seen = announced(weight, weight)
-        if isinstance(main_grad, Tensor) and main_grad.dtype == weight.dtype != torch.float32:
-            return into_main_grad(seen, main_grad), None  # matmuls add to float32 only
-        return seen, main_grad_of(weight, f"{type(self).__name__}.weight")
+        if main_grad.dtype == torch.float32:
+            return seen, main_grad
+        return into_main_grad(seen, main_grad), None  # matmuls add to float32 only
 
     def backward_dw(self) -> None:
         """Nothing: weight gradients are complete when backward returns."""
