@@ -27,7 +27,8 @@ class VocabParallelEmbedding(ParallelModule):
         init_method: fills the whole table in place. None: normal(0, 1), as `nn.Embedding`.
         sequence_dim: the dimension of the ids that sequence parallelism splits.
         check: what to do about ids outside the vocabulary. "async": on the CPU raise at once, on a GPU write NaN and
-            raise at the next call; "sync": raise at once, at the price of a synchronisation; "off": give a zero row.
+            raise at the next call (compiled code writes NaN and does not raise); "sync": raise at once, at the price of
+            a synchronisation; "off": give a zero row. Captured in a CUDA graph, "sync" too gives NaN and no error.
         backend, accumulate_main_grad, group, mesh: as in `ColumnParallelLinear`.
 
     Shapes: int32 or int64 ids ``[...]``, whole on each rank; output ``[..., embedding_dim]``, its `sequence_dim` this
@@ -98,7 +99,7 @@ class VocabParallelEmbedding(ParallelModule):
         dim = None
         if self.sequence_parallel:
             dim = checks.token_dim(ids, self.sequence_dim, "VocabParallelEmbedding", has_features=False)
-        unsure = self._id_check(ids, self.num_embeddings, self.check)
+        ids, unsure = self._id_check(ids, self.num_embeddings, self.check)
         if runs_kernels(weight, self.backend, "embedding") and weight.shape[0]:
             start, _ = shard_range(self.num_embeddings, self.group.size, self.group.rank)
             rows = embedding(ids, weight, start, self.num_embeddings, self.padding_idx, unsure, main_grad)

@@ -56,10 +56,11 @@ def vocab_parallel_cross_entropy(
         label_smoothing: in [0, 1], as `F.cross_entropy` does it, over the whole vocabulary.
         z_loss: the weight of ``log(Z)**2``, added to each token's loss; at least 0.
         reduction: "mean" over the tokens that are not ignored, "sum", or "none" for per-token losses ``[...]``.
-        check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN. What
-            is told at once, on the CPU or with "sync", all ranks are told, in one small all-reduce. "async" on a GPU
-            waits for no one: of labels that differ between ranks, against the contract, one rank may raise alone, and
-            the others by their process group's time-out.
+        check: when to raise for labels outside the vocabulary, as in `VocabParallelEmbedding`. Their loss is NaN, which
+            is all that CUDA graphs tell of them, and with "async" compiled code on a GPU. What is told at once, on the
+            CPU or with "sync", all ranks are told, in one small all-reduce. "async" on a GPU waits for no one: of
+            labels that differ between ranks, against the contract, one rank may raise alone, and the others by their
+            process group's time-out.
         group: the ProcessGroup over which the vocabulary is split.
         backend: "reference" forces the plain path, as ``with tpfused.tier("reference"):`` does.
         overwrite_logits: backward may write the gradient over the logits, which nothing else must need by then: their
@@ -84,7 +85,7 @@ def vocab_parallel_cross_entropy(
     _, refused = attempt(_check_arguments, logits, target, *options)
     vocab_size = whole_vocabulary(logits, vocab_size, group, "vocab_parallel_cross_entropy", refused)
     check_labels = _label_checks.setdefault(logits.device, IdCheck("labels"))
-    check_labels(target, vocab_size, check, ignore_index, group)
+    target, _ = check_labels(target, vocab_size, check, ignore_index, group, logits)
     fused = backend is None and wanted[-1] != "reference" and kernels.supports(logits)
     tell("cross entropy", logits, KERNEL if fused else PLAIN, "" if fused else why_plain(logits, backend))
     if fused:
