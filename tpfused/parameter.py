@@ -101,7 +101,7 @@ class ParallelModule(nn.Module):
                 f"DistributedDataParallel(device_mesh=) does; build the layers with group= for "
                 f"DistributedDataParallel(process_group=), or wrap them by fully_shard, over a (replicas, 1) mesh say"
             )
-        if name in self._shards and name not in self._parameters:
+        if name in self._shards and self._is_computed(name):
             # Of whatever it is computed from nobody knows which part of a whole it is, and whether the same function of
             # the whole has this shard: a row's norm, say, is over all ranks' columns.
             raise ValueError(
@@ -142,7 +142,7 @@ class ParallelModule(nn.Module):
             ValueError: FSDP2 has put another parameter in its place for forward, or it is parametrized or pruned.
         """
         weight = self._parameters.get("weight")
-        if "weight" not in self._parameters or (isinstance(weight, nn.Parameter) and not hasattr(weight, "tp_shard")):
+        if self._is_computed("weight") or (isinstance(weight, nn.Parameter) and not hasattr(weight, "tp_shard")):
             raise ValueError(
                 f"{type(self).__name__}.weight is to have its gradient added to a main_grad (accumulate_main_grad, or "
                 f"Megatron's gradient_accumulation_fusion), but forward has another tensor in its place, as under "
@@ -150,6 +150,13 @@ class ParallelModule(nn.Module):
                 f"leave the weight as it is (fully_shard's ignored_params); one of your own is to be assigned as an "
                 f"attribute"
             )
+
+    def _is_computed(self, name: str) -> bool:
+        """Whether torch computes it from other parameters. A program may have put a tensor of its own there instead."""
+        if name in self._parameters:
+            return False
+        # A parametrized one is a property; pruning and the older weight_norm leave weight_orig, weight_g and weight_v.
+        return name not in vars(self) or any(other.startswith(f"{name}_") for other in self._parameters)
 
     def replicated(self, name: str, *, sharded_tokens: bool) -> Tensor | None:
         """The same for a parameter that is whole on each rank.

@@ -56,6 +56,21 @@ def test_shards_that_cannot_be_seen_are_refused(workers, tp, how):
     workers.run(check_shards, tp, how)
 
 
+def check_tensors_of_the_programs_own(ctx, tp):
+    block = Block(ctx, tp, "group", 0)
+    for layer, x in layers_of(block):
+        layer.accumulate_main_grad = True
+        expected, weight = layer(x), layer.weight.detach().clone()
+        del layer.weight
+        layer.weight = weight
+        torch.testing.assert_close(layer(x), expected)
+
+
+@pytest.mark.parametrize("tp", [2], indirect=True)
+def test_a_program_may_put_a_tensor_in_a_shards_place(workers, tp):
+    workers.run(check_tensors_of_the_programs_own, tp)
+
+
 def check_alone(ctx, tp, how):
     for layer, x in layers_of(Block(ctx, tp, "group", 0)):
         HIDING[how](layer)
