@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper, offload_wrapper
 
 import tpfused
 from tests.compare import assert_close
@@ -24,6 +25,8 @@ from tpfused.checkpoint import (
     load_full_optimizer_state,
     load_full_state_dict,
 )
+from tpfused.group import TPGroup
+from tpfused.parallel.layers import StoredColumnParallelLinear
 
 # A large eps: the gradient of the keys' biases is zero but for rounding, which Adam would blow up.
 OPTIMIZERS = {
@@ -168,6 +171,81 @@ def check_compiled(ctx, seed):
 
 def test_wrappers_leave_no_trace(workers, seed):
     workers.run(check_compiled, seed)
+
+
+class Forwarding(nn.Module):
+    """A wrapper of a program's own, with a parameter of its own; it gives all attributes of what is in it."""
+
+    def __init__(self, inner):
+        super().__init__()
+        self.inner = inner
+        self.scale = nn.Parameter(torch.ones(6, dtype=torch.float64))
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(self.inner, name)
+
+
+WRAPPERS = {
+    "compile": torch.compile,
+    "checkpoint": checkpoint_wrapper,
+    "offload": offload_wrapper,
+    "both": lambda module: torch.compile(checkpoint_wrapper(module)),
+    "own": Forwarding,
+}
+
+
+def wrap_all(module, wrap, but=()):
+    """Each module in it that has parameters in it, but those of some names."""
+    for name, child in list(module.named_children()):
+        wrap_all(child, wrap, but)
+        if name not in but and any(True for _ in child.parameters()):
+            setattr(module, name, wrap(child))
+
+
+def check_wrapped_layers(ctx, config, layout, wrapper, seed):
+    expected = shared(full_state_dict(dense(config, seed, ctx.device)))
+    model = laid_out(ctx, config, layout, ctx.world, seed)
+    leaves_trace = wrapper == "own"  # as in its own state_dict, where packed projections have another name
+    wrap_all(model, WRAPPERS[wrapper], ("qkv", "gate_up") if leaves_trace else ())
+    saved = shared(full_state_dict(model))
+    plain = {name.replace("inner.", ""): each for name, each in saved.items() if not name.endswith("scale")}
+    assert_equal(plain, expected)
+    assert (list(plain) != list(saved)) == leaves_trace
+    load_full_state_dict(model, {name: 2 * tensor for name, tensor in saved.items()})
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    for param in model.parameters():
+        param.grad = 3 * param.detach()
+    optimizer.step()
+    moments = shared(full_optimizer_state(model, optimizer))
+    assert_equal(moments, {f"{name}.momentum_buffer": 6 * tensor for name, tensor in saved.items()})
+    load_full_optimizer_state(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), moments)
+
+
+@pytest.mark.parametrize("wrapper", WRAPPERS)
+@pytest.mark.parametrize("config, layout", [("gpt", "plain"), ("llama", "plain"), ("llama", "mesh")])
+def test_each_layer_in_a_wrapper(workers, config, layout, wrapper, seed):
+    workers.run(check_wrapped_layers, config, layout, wrapper, seed)
+
+
+def test_a_wrapper_around_a_layer_that_stores_several_tensors_in_one():
+    layer = StoredColumnParallelLinear(2, 6, parts=3, group=TPGroup(None, 0, 1))
+    assert {name: tuple(each.shape) for name, each in full_state_dict(Forwarding(layer)).items()} == {
+        "scale": (6,),
+        "inner.weight": (6, 2),
+        "inner.bias": (6,),
+    }
+
+
+def test_a_parametrized_layer_is_still_refused():
+    layer = tpfused.ColumnParallelLinear(2, 6, group=TPGroup(None, 0, 1))
+    layer._shards["weight"] = None  # as of several ranks
+    nn.utils.parametrizations.weight_norm(layer)
+    for wrap in (lambda module: module, *WRAPPERS.values()):
+        with pytest.raises(ValueError, match="weight is parametrized or pruned"):
+            full_state_dict(wrap(layer))
 
 
 # Optimizers

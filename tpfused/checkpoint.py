@@ -2,8 +2,9 @@
 
 Packed weights are written under the names of what they hold (``attention.qkv.weight`` as
 ``attention.q.weight``, ``.k.`` and ``.v.``), so that a model saved at one tensor-parallel degree loads at any
-other, and into a model that does not pack. Wrappers leave no trace in the names: DistributedDataParallel,
-FSDP2, torch.compile. A parameter used in two places (tied embeddings) is written once, under the first.
+other, and into a model that does not pack. These wrappers leave no trace in the names: DistributedDataParallel,
+FSDP2, torch.compile, and torch's of activation checkpointing and offloading. Others stay in them, as in the model's own
+state_dict. A parameter used in two places (tied embeddings) is written once, under the first.
 
 Besides the result, one tensor at a time is whole on each rank.
 """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from inspect import getattr_static
 from typing import Any, NamedTuple
 
 import torch
@@ -17,6 +18,7 @@ from tpfused.parallel.same import check_alike
 from tpfused.placement import gather_whole, local, own_box, splits, whole_shape
 
 _COMPARED = 256  # entries of a tensor: one page of a file or two
+_WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and activation checkpointing call a module
 
 
 class Entry(NamedTuple):
@@ -130,12 +132,14 @@ def model_entries(model: nn.Module, *, tied_again: bool = False) -> Iterator[Ent
     packed = {}  # path of a packed child -> its packing and the paths of what it holds
     seen = set()
     for path, module in _walk(model, ()):
-        hidden = [name for name in getattr(module, "_shards", ()) if module._parameters.get(name) is None]
+        # Its own attributes: a wrapper's `__getattr__` gives those of the module that is wrapped.
+        shards, stored_as = getattr_static(module, "_shards", ()), getattr_static(module, "stored_as", None)
+        hidden = [name for name in shards if module._parameters.get(name) is None]
         if hidden:
             raise ValueError(f"{'.'.join((*path, hidden[0]))} is parametrized or pruned; make that permanent first")
-        for child, packing in getattr(module, "packed_children", {}).items():
+        for child, packing in getattr_static(module, "packed_children", {}).items():
             packed[*path, child] = packing, [(*path, name) for name in packing.names]
-        packing, paths = packed.get(path, (getattr(module, "stored_as", None), [path]))
+        packing, paths = packed.get(path, (stored_as, [path]))
         persistent = {n: b for n, b in module._buffers.items() if n not in module._non_persistent_buffers_set}
         for name, tensor in (module._parameters | persistent).items():
             if tensor is not None and (tied_again or id(tensor) not in seen):
@@ -150,9 +154,22 @@ def _walk(module: nn.Module, path: tuple[str, ...]) -> Iterator[tuple[tuple[str,
     if isinstance(module, FSDPModule):
         module.reshard()  # a forward without backward may have left gathered parameters in place
     yield path, module
+    wrapped = _wrapped(module)
     for name, child in module.named_children():
-        wrapped = name == "_orig_mod" or isinstance(module, nn.parallel.DistributedDataParallel)
-        yield from _walk(child, path if wrapped else (*path, name))
+        yield from _walk(child, path if child is wrapped else (*path, name))
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """What is in the wrappers that leave no trace in names."""
+    while (inner := _wrapped(model)) is not None:
+        model = inner
+    return model
+
+
+def _wrapped(module: nn.Module) -> nn.Module | None:
+    """What a wrapper that leaves no trace in names holds; None: the module is none."""
+    names = ("module",) if isinstance(module, nn.parallel.DistributedDataParallel) else _WRAPPED
+    return next((module._modules[name] for name in names if name in module._modules), None)
 
 
 def save_part(part: Part, state: dict[str, Tensor | float]) -> None:

@@ -30,6 +30,7 @@ from tpfused.parts import (
     model_entries,
     model_parts,
     save_part,
+    unwrapped,
 )
 from tpfused.placement import groups_of, local
 from tpfused.sharded_files import INDEX, SINGLE, Writer, indexed
@@ -178,7 +179,8 @@ def _savable(model: nn.Module, path: str | Path, max_file_bytes: int) -> list[Pa
     _check_safetensors("save_sharded")
     _check_path(path)
     check_size(max_file_bytes, "max_file_bytes")
-    if hasattr(model, "peft_config"):
+    check_module(model)
+    if hasattr(unwrapped(model), "peft_config"):
         raise ValueError(
             "save_sharded writes what plain transformers loads, which a model with peft's adapters is not: "
             "full_state_dict gives all of its tensors by peft's names"
@@ -249,8 +251,9 @@ def _by_names_of(model: nn.Module, stored: Mapping[str, StoredTensor]) -> dict[s
     first, own = {}, {}
     for entry in model_entries(model, tied_again=True):
         own |= zip(entry.names, first.setdefault(id(entry.tensor), entry.names), strict=True)
-    prefix = f"{getattr(model, 'base_model_prefix', '')}."
-    ignored = [*_COMPUTED, *(getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ())]
+    inner = unwrapped(model)
+    prefix = f"{getattr(inner, 'base_model_prefix', '')}."
+    ignored = [*_COMPUTED, *(getattr(inner, "_keys_to_ignore_on_load_unexpected", None) or ())]
     found: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in stored.items():
         known = next((known for known in (name, prefix + name, name.removeprefix(prefix)) if known in own), None)
@@ -288,7 +291,7 @@ def _computed_buffers(model: nn.Module, device: torch.device | str | None) -> li
         if not own:
             continue
         # Twice: what is as it was both times, nothing has written to, whatever the values are.
-        over_zeros, over_ones = (_computed(model, module, own, fill, device) for fill in (0, 1))
+        over_zeros, over_ones = (_computed(unwrapped(model), module, own, fill, device) for fill in (0, 1))
         untouched = [n for n in own if ((over_zeros[n] == 0) & (over_ones[n] == 1)).any()]
         left += [f"{path}.{n}".removeprefix(".") for n in untouched]
         made += [(module, n, over_zeros[n]) for n in own]

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.nn.parallel import DistributedDataParallel
+
+from tpfused.parts import unwrapped
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -107,8 +108,7 @@ class Writer:
 
 def _configs(model: nn.Module) -> list:
     """A transformers model's, as its own `save_pretrained` writes them: with the dtype and the class of the model."""
-    while (inner := model._modules.get("_orig_mod")) is not None or isinstance(model, DistributedDataParallel):
-        model = model.module if inner is None else inner
+    model = unwrapped(model)
     config, dtype = getattr(model, "config", None), getattr(model, "dtype", None)
     if hasattr(config, "save_pretrained") and isinstance(dtype, torch.dtype):
         config = copy.copy(config)  # the model keeps its own as it is

@@ -8,6 +8,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.compare import Block, assert_close, assert_within_rule, collectives_made, packed, refuses, twins
 from tests.overlap.test_operations import forced
@@ -439,3 +440,12 @@ def test_draws_follow_the_probabilities(seed):
         expected = torch.tensor(weights) / sum(weights)
         assert ((counts / len(logits)) - expected).abs().max() < 0.02  # six standard deviations and more
         assert (counts[expected == 0] == 0).all()
+
+
+def test_a_layer_in_a_wrapper_has_its_own_switches_afterwards():
+    """Which the wrapper gives for its own, but keeps what it is given itself."""
+    model = ParallelTransformer(CONFIGS["llama-sequence-parallel"])
+    attention = model.blocks[0].attention
+    model.blocks[0].attention = wrapper = checkpoint_wrapper(attention)
+    model.generate(torch.zeros(1, 2, dtype=torch.int64), 2)
+    assert attention.sequence_parallel and "sequence_parallel" not in vars(wrapper)

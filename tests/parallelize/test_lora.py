@@ -114,9 +114,10 @@ def check_refused(ctx, seed):
     ):
         with refuses(ValueError, told, "LoRA layer of peft"):
             tpfused.parallelize(adapted(ctx, ctx.world, seed, "llama", **changes), mesh)
-    model = tpfused.parallelize(adapted(ctx, ctx.world, seed, "llama"), mesh)
-    with refuses(ValueError, "peft's adapters", "full_state_dict"):
-        tpfused.save_sharded(model, "nowhere")
+    dense = adapted(ctx, ctx.world, seed, "llama")
+    for model in (torch.nn.parallel.DistributedDataParallel(dense), tpfused.parallelize(dense, mesh)):
+        with refuses(ValueError, "peft's adapters", "full_state_dict"):
+            tpfused.save_sharded(model, "nowhere")
 
 
 def test_what_is_refused_of_lora(workers, seed):

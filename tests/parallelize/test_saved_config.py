@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 import tpfused
@@ -40,7 +41,8 @@ def test_a_config_has_the_dtype_and_the_class_of_its_model(workers, tmp_path):
 
 
 def check_wrapped_config(ctx, out):
-    for name, wrap in ("compiled", torch.compile), ("ddp", torch.nn.parallel.DistributedDataParallel):
+    ddp = torch.nn.parallel.DistributedDataParallel
+    for name, wrap in ("compiled", torch.compile), ("ddp", ddp), ("checkpointed", checkpoint_wrapper):
         tpfused.save_sharded(wrap(build("llama").to(ctx.device)), out / name)
         written = json.loads((out / name / "config.json").read_text())
         assert written["architectures"] == ["LlamaForCausalLM"] and written["dtype"] == "float32"

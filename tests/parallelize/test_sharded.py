@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.fsdp import fully_shard
 
 import tpfused
@@ -270,6 +271,21 @@ def test_names_as_published_checkpoints_have_them(workers, folder):
     state["lm_head.weight"] = state.pop("wte.weight")
     save_file(state, published)
     assert workers.run(check_names, published, "gpt2")[0] == expected
+
+
+def check_wrapped(ctx, path, expected):
+    for wrap in torch.nn.parallel.DistributedDataParallel, torch.compile, checkpoint_wrapper:
+        model = build("gpt2").to(ctx.device)
+        tpfused.load_sharded(wrap(model), path)
+        assert all(torch.equal(model.state_dict()[name].cpu(), each) for name, each in expected.items())
+
+
+def test_a_wrapped_model_has_the_prefix_of_its_own(workers, folder):
+    state = stored(folder / "gpt2")
+    published = folder / "published.safetensors"
+    masks = {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}
+    save_file({key.removeprefix("transformer."): value for key, value in state.items()} | masks, published)
+    workers.run(check_wrapped, published, state)
 
 
 class Computing(torch.nn.Sequential):

@@ -250,7 +250,8 @@ def _set_length(length: Tensor, tokens: int) -> None:
 @contextmanager
 def with_attributes(module: nn.Module, **values: object) -> Iterator[None]:
     """Inside, `module` and all modules in it that have attributes of these names have these values."""
-    before = [(part, name, getattr(part, name)) for part in module.modules() for name in values if hasattr(part, name)]
+    # Of their own: a wrapper may give those of what it wraps, and would keep what it is given to itself.
+    before = [(part, name, vars(part)[name]) for part in module.modules() for name in values if name in vars(part)]
     try:
         for part, name, _ in before:
             setattr(part, name, values[name])
