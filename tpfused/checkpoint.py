@@ -13,12 +13,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
-from numbers import Number
 
 import torch
 from torch import Tensor, nn
 
-from tpfused.agreement import together
+from tpfused.agreement import attempt, together
 from tpfused.checks import check_module
 from tpfused.parts import (
     Entry,
@@ -26,9 +25,11 @@ from tpfused.parts import (
     agree_on_parts,
     check_dense_entries,
     check_same_beginnings,
+    class_of,
     copy_on_cpu,
     model_entries,
     model_parts,
+    odd_kind,
     save_part,
     shape_of,
 )
@@ -44,7 +45,7 @@ def full_state_dict(model: nn.Module) -> dict[str, Tensor]:
 
     Raises:
         ValueError: tensors on the meta device, models that differ between ranks or are split differently.
-        TypeError: a model that is no nn.Module, a sparse buffer.
+        TypeError: a model that is no nn.Module, a sparse or quantized buffer.
         RuntimeError: the process group that the model is split over was destroyed.
 
         On every rank, where it concerns one.
@@ -65,9 +66,9 @@ def load_full_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Raises:
         ValueError: names are missing, not the model's, of another shape, or of another dtype where one of the
-            two is no floating-point one, or no dense tensors with entries (all are listed), or the model is on the meta
-            device; the ranks give different states.
-        TypeError: a model that is no nn.Module or has a sparse buffer, a state that is no mapping.
+            two is no floating-point one, or no dense tensors with entries, DTensors among them (all are listed), or the
+            model is on the meta device; the ranks give different states.
+        TypeError: a model that is no nn.Module or has a sparse or quantized buffer, a state that is no mapping.
         RuntimeError: the process group that the model is split over was destroyed.
 
         On every rank that the model is split over, where it concerns one. Nothing has changed then, on any. What the
@@ -113,7 +114,8 @@ def full_optimizer_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> 
     Raises:
         ValueError: the optimizer has parameters that are not the model's, or keeps tensors of another shape; what
             `full_state_dict` refuses, as it does.
-        TypeError, RuntimeError: as `full_state_dict`; something else than an optimizer.
+        TypeError, RuntimeError: as `full_state_dict`; something else than an optimizer, or one that keeps what is
+            neither a dense tensor nor a real number that torch can hold.
     """
     state = {}
     for part in agree_on_parts(partial(_optimizer_parts, model, optimizer), "full_optimizer_state"):
@@ -146,8 +148,9 @@ def load_full_optimizer_state(
     its own hyper-parameters. A parameter of which `state` holds nothing (it had had no gradient yet) starts afresh.
 
     Raises:
-        ValueError: names are missing, not the model's, of another shape, or no dense tensors with entries nor numbers
-            (all are listed), or the optimizer has parameters that are not the model's; the ranks give different states.
+        ValueError: names are missing, not the model's, of another shape, complex for a real parameter, or neither dense
+            tensors with entries, which DTensors are not, nor real numbers that torch can hold (all are listed), or the
+            optimizer has parameters that are not the model's; the ranks give different states.
         TypeError: something else than a model, an optimizer, a mapping.
         RuntimeError: the process group that the model is split over was destroyed.
 
@@ -176,12 +179,14 @@ def _restored(
         keys = {key: None for entry in group for name in entry.names for key in saved_keys.get(name, ())}
         slots += [(entry, keys if saved_keys.keys() & set(entry.names) else ()) for entry in group]
 
-    expected = {}
+    expected, dtypes = {}, {}
     for entry, keys in slots:
         for key in keys:
             number = shape_of(state.get(f"{entry.names[0]}.{key}", entry.tensor)) == ()
-            expected |= {f"{name}.{key}": () if number else shape for name, shape in entry.shapes().items()}
-    check_state(state, expected, {})  # of any dtype: an optimizer may keep others than its parameters'
+            names = {f"{name}.{key}": shape for name, shape in entry.shapes().items()}
+            expected |= dict.fromkeys(names, ()) if number else names
+            dtypes |= {} if number else dict.fromkeys(names, entry.tensor.dtype)
+    check_state(state, expected, dtypes, cast="real")  # an optimizer may keep others than its parameters'
 
     restored = {}
     for index, (entry, keys) in enumerate(slots):
@@ -223,34 +228,43 @@ def _check_mapping(state: Mapping) -> None:
 
 
 def check_state(
-    state: Mapping[str, object], expected: dict[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+    state: Mapping[str, object],
+    expected: dict[str, tuple[int, ...]],
+    dtypes: Mapping[str, torch.dtype],
+    *,
+    cast: str = "floating-point",
+    kind: type = Tensor,
 ) -> None:
     """Raise one ValueError that lists every way in which `state` has not the shapes and the dtypes that are expected.
 
-    One floating-point dtype does for another. No others do: a weight of integers is a quantized one, say. Where no
-    dtype is expected a single number may be a plain one.
+    Where no dtype is expected a single number may be a plain one.
+
+    Args:
+        cast: the dtypes that do for another: "floating-point" ones for each other (a weight of integers is a quantized
+            one, say), or "real" ones.
+        kind: of the values; of tensors, only this rank's dense ones with entries fit.
     """
     given = dict.fromkeys(state)  # whether a name is in it a mapping may tell by reading the tensor
     missing = [f"{name} {shape}" for name, shape in expected.items() if name not in given]
     extra = [name for name in given if name not in expected]
     misshapen, odd, no_tensors = [], [], []
     for name in (name for name in expected if name in given):
-        tensor = state[name]
-        shape, dtype, own = shape_of(tensor), getattr(tensor, "dtype", None), dtypes.get(name)
-        unfit = _unfit(tensor, number=own is None and expected[name] == ())
+        tensor, own = state[name], dtypes.get(name)
+        unfit = "" if kind is not Tensor and isinstance(tensor, kind) else _unfit(tensor, own is None)
+        shape, dtype = shape_of(tensor), getattr(tensor, "dtype", None)
         del tensor  # before the next one is read
         if unfit:
             no_tensors.append(f"{name}, not {unfit}")
             continue
         if shape != expected[name]:
             misshapen.append(f"{name} {shape}, not {expected[name]}")
-        if own not in (None, dtype) and not all(getattr(each, "is_floating_point", False) for each in (dtype, own)):
+        if own not in (None, dtype) and not (_CAST[cast](dtype, own) and _copies(dtype, own)):
             odd.append(f"{name} {dtype}, not {own}")
     if missing or extra or misshapen or odd or no_tensors:
         raise ValueError(
             f"the checkpoint does not fit the model: {len(missing)} tensors missing, {len(extra)} extra, "
             f"{len(misshapen)} of another shape"
-            + (f", {len(odd)} of another dtype (only floating-point ones are cast)" if odd else "")
+            + (f", {len(odd)} of another dtype (only {cast} ones are cast)" if odd else "")
             + (f", {len(no_tensors)} that are no tensors" if no_tensors else "")
             + "".join(f"\n  missing: {text}" for text in missing)
             + "".join(f"\n  extra: {text}" for text in extra)
@@ -260,11 +274,22 @@ def check_state(
         )
 
 
+_CAST = {
+    "floating-point": lambda given, own: given.is_floating_point and own.is_floating_point,
+    "real": torch.can_cast,
+}
+
+
+def _copies(given: torch.dtype, own: torch.dtype) -> bool:
+    """Whether torch does: some dtypes are there for what packs several numbers in one."""
+    return attempt(lambda: torch.empty(1, dtype=own).copy_(torch.empty(1, dtype=given)))[1] is None
+
+
 def _unfit(value: object, number: bool) -> str:
-    """What `value` is, if it is neither a dense tensor with entries nor, where one will do, a number."""
-    if not isinstance(getattr(value, "dtype", None), torch.dtype):  # numpy's have another
-        kind = f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
-        return "" if number and isinstance(value, Number) else kind
-    if getattr(value, "layout", torch.strided) != torch.strided:
-        return "a sparse one"
-    return "one on the meta device" if getattr(value, "is_meta", False) else ""
+    """`odd_kind`, of a whole tensor with entries: what computes by itself may communicate or have none."""
+    odd = odd_kind(value, number)
+    if odd or not isinstance(value, Tensor):
+        return odd
+    if value.is_meta:
+        return "one on the meta device"
+    return "" if type(value).__torch_dispatch__ is Tensor.__torch_dispatch__ else class_of(value)

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from inspect import getattr_static
+from numbers import Real
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tpfused.agreement import by_rank, raise_together, together
-from tpfused.checks import check_dense, check_module, kind_of
+from tpfused.agreement import attempt, by_rank, raise_together, together
+from tpfused.checks import check_module, kind_of
 from tpfused.packing import Packing
 from tpfused.parallel.same import check_alike
-from tpfused.placement import gather_whole, local, own_box, splits, whole_shape
+from tpfused.placement import gather_whole, is_dtensor, local, own_box, splits, whole_shape
 
 _COMPARED = 256  # entries of a tensor: one page of a file or two
 _WRAPPED = ("_orig_mod", "_checkpoint_wrapped_module")  # what torch.compile and activation checkpointing call a module
@@ -67,7 +68,7 @@ def agree_on_parts(find: Callable[[], list[Part]], call: str) -> list[Part]:
 
     Raises:
         ValueError: tensors on the meta device, others on another rank, or others' parts.
-        TypeError: sparse tensors.
+        TypeError: what is neither a dense tensor nor a single number beside one.
         Exception: what `find` raises.
 
         On every rank, where it concerns one.
@@ -83,8 +84,8 @@ def agree_on_parts(find: Callable[[], list[Part]], call: str) -> list[Part]:
                 f"{len(on_meta)} tensors are on the meta device ({on_meta[0]}, ...): there is nothing to save"
             )
         for part in parts:
-            if isinstance(part.value, Tensor):
-                check_dense(local(part.value), call, part.names[0])
+            value = part.value if part.is_number else local(part.value)
+            _check_kind(value, part.names[0], call, number=part.is_number)
         return [_describe(part, groups) for part in parts]
 
     if not dist.is_initialized():
@@ -123,7 +124,32 @@ def _describe(part: Part, groups: list[list[int]]) -> str:
 
 def check_dense_entries(entries: Iterable[Entry], call: str) -> None:
     for entry in entries:
-        check_dense(local(entry.tensor), call, entry.names[0])
+        _check_kind(local(entry.tensor), entry.names[0], call)
+
+
+def _check_kind(value: object, name: str, call: str, number: bool = False) -> None:
+    if odd := odd_kind(value, number):
+        raise TypeError(f"{call}: {name} must be a dense tensor{' or a number' if number else ''}, not {odd}")
+
+
+def odd_kind(value: object, number: bool = False) -> str:
+    """What `value` is, if it is neither a dense tensor, whole or this rank's part, nor, where one will do, a number."""
+    if not isinstance(value, Tensor):
+        holds = number and isinstance(value, Real) and attempt(torch.as_tensor, value)[1] is None
+        return "" if holds else class_of(value)
+    if nn.parameter.is_lazy(value):
+        return "an uninitialised one"
+    if value.is_nested:
+        return "a nested one"
+    if value.layout is not torch.strided:
+        return f"a {str(value.layout).removeprefix('torch.')} one"
+    if value.is_quantized:
+        return "a quantized one"
+    return "a DTensor: give its full_tensor()" if is_dtensor(value) else ""
+
+
+def class_of(value: object) -> str:
+    return f"{type(value).__module__}.{type(value).__qualname__}".removeprefix("builtins.")
 
 
 def model_entries(model: nn.Module, *, tied_again: bool = False) -> Iterator[Entry]:
@@ -194,7 +220,8 @@ def copy_on_cpu(value: Tensor | float) -> Tensor | float:
 
 
 def shape_of(value: object) -> tuple[int, ...]:
-    return tuple(getattr(value, "shape", ()))
+    """Empty where it has none, or none that can be told: see `odd_kind`."""
+    return attempt(lambda: tuple(value.shape))[0] or ()
 
 
 def check_same_beginnings(tensors: Mapping[str, Any], groups: list[dist.ProcessGroup], call: str, what: str) -> None:

@@ -101,6 +101,7 @@ def _found(model: nn.Module, path: str | Path, files: ExitStack) -> dict[str, St
         {stored: tensor for each in copies.values() for stored, tensor in each.items()},
         {stored: shapes[name] for stored, name in names.items()},
         {stored: dtypes[name] for stored, name in names.items()},
+        kind=StoredTensor,
     )
     return _one_of_each(entries, copies)
 
