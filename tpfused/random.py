@@ -18,9 +18,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from tpfused.explanation import PLAIN, tell
 from tpfused.group import TPGroup, resolve_group
 from tpfused.kernels.dropout import dropout
 from tpfused.layers.backend import runs_kernels
+
+WHAT = "dropout of a rank's own"  # for `explain`
 
 
 @contextmanager
@@ -71,8 +74,9 @@ def rank_dropout(x: Tensor, p: float, group: TPGroup, backend: str | None = None
     code an operator that draws the same.
     """
     if group.size == 1:
+        tell(WHAT, x, PLAIN, "one rank")
         return F.dropout(x, p)
-    if runs_kernels(x, backend, "dropout of a rank's own"):
+    if runs_kernels(x, backend, WHAT):
         return dropout(x, p, group.rank)
     if torch.compiler.is_compiling():
         return x * _kept(x.detach(), p, group.rank) * (1 / (1 - p))

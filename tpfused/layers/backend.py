@@ -10,13 +10,13 @@ from tpfused.kernels.launch import capability, is_floating
 from tpfused.overlap.tiers import wanted
 
 
-def runs_kernels(x: Tensor, backend: str | None = None, what: str | None = None) -> bool:
+def runs_kernels(x: Tensor, backend: str | None = None, what: str | None = None, why_none: str = "") -> bool:
     """Whether a layer of this `backend` runs Triton's kernels on `x`: on CUDA from Ampere on, unless the plain path is
     asked for, by the layer's argument or by ``tier("reference")``. Triton's interpreter is for tests of the kernels.
 
-    `what` is computed, for `explain`.
+    `what` is computed, for `explain`. `why_none`: why the layer has no kernel for it, if so.
     """
-    why = why_plain(x, backend)
+    why = why_plain(x, backend) or why_none
     if what is not None:
         tell(what, x, PLAIN if why else KERNEL, why)
     return not why

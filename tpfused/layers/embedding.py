@@ -100,7 +100,7 @@ class VocabParallelEmbedding(ParallelModule):
         if self.sequence_parallel:
             dim = checks.token_dim(ids, self.sequence_dim, "VocabParallelEmbedding", has_features=False)
         ids, unsure = self._id_check(ids, self.num_embeddings, self.check)
-        if runs_kernels(weight, self.backend, "embedding") and weight.shape[0]:
+        if runs_kernels(weight, self.backend, "embedding", "" if weight.shape[0] else "no rows on this rank"):
             start, _ = shard_range(self.num_embeddings, self.group.size, self.group.rank)
             rows = embedding(ids, weight, start, self.num_embeddings, self.padding_idx, unsure, main_grad)
             return reduce_from_group(rows, self.group) if dim is None else reduce_scatter_tokens(rows, dim, self.group)

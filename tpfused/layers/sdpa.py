@@ -88,9 +88,8 @@ def attention_with_probabilities(
     scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
-    learned = mask is not None and mask.requires_grad  # the kernel has no gradient for it
-    on_kernels = runs_kernels(q, backend, "softmax of attention") and not learned
-    if on_kernels:
+    why_none = "no kernel for a mask's gradient" if mask is not None and mask.requires_grad else ""
+    if runs_kernels(q, backend, "softmax of attention", why_none):
         probabilities = scale_mask_softmax(scores, mask, scale, causal, dropout, group.rank)
     else:
         probabilities = reference.scale_mask_softmax(scores, mask, scale, causal)

@@ -10,8 +10,11 @@ from torch import Tensor, nn
 
 from tpfused import reference
 from tpfused.checks import AssertedError, check_booleans, check_integer, check_number, check_tensor
+from tpfused.explanation import PLAIN, tell
 from tpfused.kernels.softmax import scale_mask_softmax
-from tpfused.layers.backend import has_kernels, runs_kernels
+from tpfused.layers.backend import has_kernels, runs_kernels, why_plain
+
+WHAT = "masked softmax"  # for `explain`
 
 
 class AttnMaskType(Enum):
@@ -120,7 +123,7 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     def forward_fused_softmax(self, input: Tensor, mask: Tensor | None) -> Tensor:
         """By a kernel; where there is none for these scores, by `forward_torch_softmax`."""
-        if not runs_kernels(input, what="masked softmax"):
+        if not runs_kernels(input, what=WHAT):
             return self.forward_torch_softmax(input, mask)
         mask, causal = self._mask_and_causal(input, mask)
         seen = None if mask is None else ~_as_boolean(mask, input)
@@ -128,11 +131,19 @@ class FusedScaleMaskSoftmax(nn.Module):
 
     def forward_torch_softmax(self, input: Tensor, mask: Tensor | None, softmax_offset: Tensor | None = None) -> Tensor:
         """By plain PyTorch."""
+        tell(WHAT, input, PLAIN, self._why_plain(input, softmax_offset))
         mask, causal = self._mask_and_causal(input, mask)
         if causal:
             mask = _later_keys(input) if mask is None else _later_keys(input) | _as_boolean(mask, input)
         plain = self._as_the_kernel if self.scaled_masked_softmax_fusion else self._by_mask_func
         return self._as_asked(plain(input, mask, softmax_offset))
+
+    def _why_plain(self, scores: Tensor, offset: Tensor | None) -> str:
+        if why := why_plain(scores, None):
+            return why
+        if not self.scaled_masked_softmax_fusion:
+            return "scaled_masked_softmax_fusion=False"
+        return "no kernel with a softmax_offset" if offset is not None else "a program called forward_torch_softmax"
 
     def _mask_and_causal(self, scores: Tensor, mask: Tensor | None) -> tuple[Tensor | None, bool]:
         """The mask that counts, and whether later keys are hidden, too."""

@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tpfused import checks, generation
 from tpfused.collectives import own_slice
+from tpfused.explanation import PLAIN, tell
 from tpfused.group import TPGroup, resolve_group
 from tpfused.layers.attention import ParallelAttention, check_heads, check_mask
 from tpfused.layers.cache import KVCache, LayerCache, with_attributes
@@ -21,6 +22,7 @@ from tpfused.layers.linear import ColumnParallelLinear, RowParallelLinear, colum
 from tpfused.layers.loss import OPTIONS, check_options, check_target, vocab_parallel_cross_entropy
 from tpfused.layers.mlp import ParallelGatedMLP, ParallelMLP, check_gates
 from tpfused.layers.norm import Norm
+from tpfused.overlap.matmul_all_reduce import NORM_OF_SUM
 from tpfused.overlap.plans import NORM_KINDS
 from tpfused.overlap.tiers import recomputed_alike
 from tpfused.parameter import ParallelModule, check_size, local
@@ -301,8 +303,10 @@ class ParallelTransformer(nn.Module):
             positions = self.positions(tokens, caches[0])
             x = x + (positions.transpose(0, 1) if tokens_first else positions)
         x = hidden_dropout(x, config, self.group, self.training)
-        if tokens == 1 and caches[0] is not None and self._is_as_built():
-            return self._logits_of_step(x, caches)
+        if tokens == 1 and caches[0] is not None:
+            if self._is_as_built():
+                return self._logits_of_step(x, caches)
+            tell(NORM_OF_SUM, x, PLAIN, "a module was wrapped, replaced or given a hook")
         for block, cache in zip(self.blocks, caches, strict=True):
             if config.checkpoint_activations and self.training:
                 # Compiled, a `context_fn` is for something else, and the tier is chosen when the operator runs.

@@ -10,6 +10,7 @@ from torch.nn import Parameter
 from tpfused import checks, reference
 from tpfused.autograd import records_gradient
 from tpfused.collectives import all_reduce
+from tpfused.explanation import KERNEL, PLAIN, tell
 from tpfused.group import TPGroup
 from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
@@ -19,6 +20,7 @@ from tpfused.overlap.plans import NORM_KINDS, Call, NormOperands, all_features, 
 from tpfused.overlap.tiers import exact
 
 NAME = "matmul_all_reduce"
+NORM_OF_SUM = "norm after a sum"  # for `explain`
 MOST_TOKENS = 64  # that are normalised in the kernel of the sum; not tuned
 
 
@@ -90,10 +92,14 @@ def matmul_all_reduce_norm(
     checks.check_residual(residual, (*x_shard_k.shape[:-1], features), x_shard_k, f"{NAME}_norm")
     _check_norm(norm, weight)
     operands = [x for x in (x_shard_k, weight, bias, residual, norm.weight, norm.bias) if x is not None]
-    if _fuses_norm(call, features * x_shard_k.element_size(), operands):
+    why = _why_apart(call, features * x_shard_k.element_size(), operands)
+    if not why:
         chosen = _OPERATION.choose(call.plan, call.dim, False, x_shard_k, (weight,), (bias,))
         if chosen is not None and chosen[1] == "p2p":
+            tell(NORM_OF_SUM, x_shard_k, KERNEL, "")
             return calls.matmul_all_reduce_norm(chosen, call.plan, x_shard_k, weight, bias, residual, norm)
+        why = f"{NAME} does not run by p2p"
+    tell(NORM_OF_SUM, x_shard_k, PLAIN, why)
     total = residual + _OPERATION(call, x_shard_k, (weight,), (bias,))[0]
     return total, reference.normalize(total, norm.kind, norm.weight, norm.bias, norm.eps)
 
@@ -111,18 +117,20 @@ def _check_norm(norm: NormOperands, weight: Tensor) -> None:
         checks.check_vector(norm.bias, weight, f"{NAME}_norm", "the norm's bias")
 
 
-def _fuses_norm(call: Call, row: int, operands: Sequence[Tensor]) -> bool:
-    """Whether the tier that does it all may be asked: the same on every rank. `row`: the bytes of one of the sum's."""
-    return (
-        call.direct
-        and not call.autocasts
-        and not exact[-1]  # other tiers round more often
-        and call.plan.total <= MOST_TOKENS
-        and row % 16 == 0
-        and row <= calls.MOST_NORMALIZED
-        and all(type(each) in (Tensor, Parameter) and each.dtype == operands[0].dtype for each in operands)
-        and not records_gradient(*operands)
-    )
+def _why_apart(call: Call, row: int, operands: Sequence[Tensor]) -> str:
+    """Why the tier that does it all may not be asked, the same on every rank; empty: it may. `row`: the bytes of one of
+    the sum's."""
+    if not call.direct or any(type(each) not in (Tensor, Parameter) for each in operands):
+        return "a subclass of torch.Tensor"
+    if call.autocasts or any(each.dtype != operands[0].dtype for each in operands):
+        return "operands of several dtypes"
+    if exact[-1]:
+        return "deterministic: other tiers round more often"
+    if call.plan.total > MOST_TOKENS:
+        return f"more than {MOST_TOKENS} tokens"
+    if row % 16 or row > calls.MOST_NORMALIZED:
+        return f"rows of {row:,} bytes: no multiple of 16, or more than {calls.MOST_NORMALIZED:,}"
+    return "with gradients" if records_gradient(*operands) else ""
 
 
 def _prepare(tp: TPGroup, x, weights, biases, in_features) -> Call:

@@ -32,8 +32,10 @@ from tpfused.compat.fairscale.mappings import reduce_from_model_parallel_region 
 from tpfused.compat.fairscale.mappings import scatter_to_model_parallel_region as scatter_to_model_parallel_region
 from tpfused.compat.fairscale.utils import VocabUtility as VocabUtility
 from tpfused.compat.fairscale.utils import divide_and_check_no_remainder as divide_and_check_no_remainder
+from tpfused.explanation import PLAIN, tell
 from tpfused.group import TPGroup
 from tpfused.layers import embedding, linear
+from tpfused.layers.backend import why_plain
 from tpfused.layers.ids import IdCheck
 from tpfused.parameter import ParallelModule, check_init_method, check_size, fill_in_place
 from tpfused.sharding import shard_range
@@ -237,6 +239,7 @@ class ParallelEmbedding(_Table):
     def forward(self, input_: Tensor) -> Tensor:
         weight = self.local("weight")
         embedding.check_ids(input_, weight, "ParallelEmbedding")
+        tell("embedding", weight, PLAIN, why_plain(weight, None) or "no kernel for a split embedding dimension")
         rows = F.embedding(input_, weight, self.padding_idx)
         return gather_from_group(rows, -1, _whole_size(self, 1), self.group)
 
