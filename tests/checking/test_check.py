@@ -12,7 +12,7 @@ import torch
 import tpfused
 from tpfused import cli, reference
 from tpfused.checking import cases, job, worker
-from tpfused.checking.cases import LAYERS, MANY_TOKENS, OPERATIONS, Case
+from tpfused.checking.cases import ARGMAX, LAYERS, MANY_TOKENS, OPERATIONS, Case
 from tpfused.checking.rule import Verdict, judge
 from tpfused.cli.check import EXAMPLES
 from tpfused.group import TPGroup
@@ -38,8 +38,30 @@ def test_lists_every_operation_and_layer(capsys, monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     assert cli.main(["check", "--list"]) == 0
     told = capsys.readouterr().out
-    for name in (*OPERATIONS, *LAYERS):
+    for name in (*OPERATIONS, *LAYERS, ARGMAX):
         assert f"{name} " in told, name
+    for line in ("ParallelMLP bf16 tp2", "ParallelMLP by sequential bf16 tp2", "column_matmul by nccl fp16 1x64x3 tp2"):
+        assert f"\n{line}\n" in told, line
+    assert "sequential bf16 tp1" not in told and "matmul by sequential" not in told
+
+
+def test_degrees():
+    assert [job.degrees_of(world) for world in (1, 2, 3, 4)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4)]
+    assert job.degrees_of(6) == (1, 2, 3, 4, 6) and job.degrees_of(8) == (1, 2, 4, 8)
+
+
+def test_a_rank_that_is_left_over_waits(tmp_path, capfd):
+    path = tmp_path / "check.json"
+    assert cli.main(["check", "--cpu", "--gpus", "3", "--case", "all_", "--json", str(path)]) == 0
+    assert {row["tp"] for row in json.loads(path.read_text())["rows"]} == {2, 3}
+    assert " 0 wrong of 18 in" in capfd.readouterr().out
+
+
+def test_more_ranks_than_key_value_heads(capfd):
+    """Where keys and values are projections of their own."""
+    assert cli.main(["check", "--cpu", "--gpus", "4", "--case", "sequence_parallel fp64 tp4"]) == 0
+    assert cli.main(["check", "--cpu", "--gpus", "4", "--case", "ParallelAttention fp64 tp4"]) == 0
+    assert " 0 wrong" in capfd.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -66,7 +88,7 @@ def test_a_whole_run(tmp_path, capfd):
     assert found["meta"]["complete"] and found["meta"]["gpus"] == 2 and found["meta"]["seed"] == 3
     names = {row["name"] for row in found["rows"]}
     small = {name for name, layer in LAYERS.items() if layer.tokens < MANY_TOKENS}
-    assert names == {*OPERATIONS, *small} and {row["tp"] for row in found["rows"]} == {1, 2}
+    assert names == {*OPERATIONS, *small, ARGMAX} and {row["tp"] for row in found["rows"]} == {1, 2}
     assert all(row["ok"] and row["ratio"] <= 1 and not row["error"] for row in found["rows"])
     told = capfd.readouterr().out
     seconds = found["meta"]["seconds"]
@@ -230,6 +252,22 @@ def test_the_rule():
     assert ratio(1, 1, 1, 1) == 0 and ratio(1, 1, 1.0078125, 1) < 1
     assert ratio(1, 1, 1.5, 1) > 1 and ratio(1, 1, float("nan"), 1) == float("inf")
     assert ratio(1, 1, 1) == float("inf")
+
+
+def test_in_16_bits_norms_are_compared_too(seed):
+    """Of all values and of the worst row, for entries may be far off where several roundings meet."""
+    torch.manual_seed(seed)
+    right, row = torch.randn(64, 64, dtype=torch.float64), (torch.arange(64) == 5)[:, None].double()
+
+    def ratio(dtype, values, wrong):
+        exact = right[:values, :values]
+        actual = exact + 4 * torch.finfo(dtype).eps * exact.square().mean().sqrt() * wrong[:values]
+        return judge(*({"y": x} for x in (actual.to(dtype), exact, exact.to(dtype))), lambda name, x: x).ratio
+
+    for dtype in (torch.bfloat16, torch.float16):
+        for wrong in (row, row * 0 + 1):
+            assert ratio(dtype, 64, wrong) > 1 > ratio(dtype, 7, wrong), dtype
+            assert ratio(torch.float32, 64, wrong) < 1
 
 
 def test_a_single_operation_is_not_given_a_chains_tolerance():

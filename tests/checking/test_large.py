@@ -13,6 +13,7 @@ from tpfused.layers import attention
 from tpfused.overlap.tiers import wanted
 
 ATTENTION = Case("layer", "ParallelAttention of many tokens", 1, "bf16")
+SEVERAL_TIERS = ("first", 1), ("first", 2), ("sequential", 2), ("first", 4), ("sequential", 4)
 ALONE, CPU = TPGroup(None, 0, 1), torch.device("cpu")
 
 
@@ -20,13 +21,17 @@ def is_large(case):
     return SIZES[case.size] is LARGE or (case.kind == "layer" and LAYERS[case.name].tokens == MANY_TOKENS)
 
 
-def test_each_operation_and_tier_has_one_on_gpus_alone():
+def test_each_operation_tier_and_dtype_has_one_on_gpus_alone():
     tiers, degrees = job.TIERS["cuda"], (1, 2, 4)
     large = [case for case in cases.cases(degrees, tiers, on_gpu=True) if is_large(case)]
-    operations = {(case.name, case.tier, case.tp) for case in large if case.kind == "operation"}
-    assert operations == {(name, by, tp) for name in OPERATIONS for by in tiers for tp in (2, 4)}
-    assert len(large) == len(operations) + len(degrees) and {case.dtype for case in large} == {"bf16"}
-    assert ATTENTION in large
+    dtypes = "bf16", "fp16", "fp32"
+    operations = {(case.name, case.tier, case.tp, case.dtype) for case in large if case.kind == "operation"}
+    assert operations == {
+        (name, by, tp, each) for name in OPERATIONS for by in tiers for tp in (2, 4) for each in dtypes
+    }
+    layers = {(case.tier, case.tp, case.dtype) for case in large if case.kind == "layer"}
+    assert layers == {(by, tp, each) for by, tp in SEVERAL_TIERS for each in dtypes}
+    assert len(large) == len(operations) + len(layers) and ATTENTION in large
     assert not any(is_large(case) for case in cases.cases(degrees, job.TIERS["cpu"], on_gpu=False))
 
 

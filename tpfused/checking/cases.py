@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -24,8 +24,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16, 
 # Tokens, features in and out, activation. The small ones' rows travel in one kernel each where peers reach each other;
 # with the large one copy engines bring them beside the matmul, in several blocks, and two ranks split a reduce-scatter.
 SIZES = ((512, 256, 384, "gelu_tanh"), (129, 264, 66, "gelu"), (1, 64, 3, None), (8191, 1024, 4608, "gelu_tanh"))
-LARGE = SIZES[-1]
-DTYPE_OF_LARGE = "bf16"  # and no other, so a CPU has none
+LARGE = SIZES[-1]  # on GPUs alone
 
 # The dimensions along which x, weight, bias and the result are split over the ranks; None: each has all of it.
 OPERATIONS = {
@@ -36,10 +35,11 @@ OPERATIONS = {
     "matmul_all_gather": (None, 0, 0, None),
 }
 
-HIDDEN, FFN, HEADS, VOCABULARY, BATCH, TOKENS = 128, 320, 8, 1003, 2, 48
+HIDDEN, FFN, HEADS, KV_HEADS, VOCABULARY, BATCH, TOKENS = 128, 320, 8, 2, 1003, 2, 48
 MANY_TOKENS = 1024  # which attention kernels go through in several blocks
 # The tokens of a decoding model's calls: a prompt, more of it, and single ones; fewer than the cache has room for.
 CALLS, PADDING = (30, 7, 1, 1, 1, 1), 5
+SPREAD = 0.5  # of what is added to parameters: those that start at 0 or 1 hide mistakes
 SHARPER = 3  # attention's weights: as they are drawn, it is so weak that 16 bits would not tell whether it is there
 
 
@@ -53,6 +53,7 @@ class Layer:
     splits_tokens: bool = False
     scatters: bool = False  # its output is split by the token dimension
     ids: bool = False  # its input is token ids
+    batch_first: bool = False
     in_shard: bool = False  # its input is this rank's features
     out_shard: bool = False
     has_heads: bool = False  # which have to divide by the ranks
@@ -66,7 +67,7 @@ class _Loss(nn.Module):
         self.register_buffer("labels", torch.randint(VOCABULARY, (TOKENS, BATCH), device=device), persistent=False)
 
     def forward(self, logits: Tensor) -> Tensor:
-        options = {"vocab_size": VOCABULARY, "label_smoothing": 0.1, "z_loss": 1e-3, "reduction": "none"}
+        options = {"vocab_size": VOCABULARY, "label_smoothing": 0.1, "z_loss": 0.1, "reduction": "none"}
         return tpfused.vocab_parallel_cross_entropy(logits, self.labels, group=self.group, **options)
 
 
@@ -80,16 +81,16 @@ class _Softmax(FusedScaleMaskSoftmax):
         return super().forward(scores.transpose(0, 1)[:, None], None)[:, 0].transpose(0, 1)
 
 
-def _sharp_attention(**options) -> nn.Module:
-    attention = tpfused.ParallelAttention(HIDDEN, HEADS, 4, causal=True, **options)
-    _sharpen(attention)
-    return attention
+# With positions, for without them the keys' bias has no gradient but roundings.
+_attention = partial(tpfused.ParallelAttention, HIDDEN, HEADS, KV_HEADS, causal=True, rope_theta=1e4)
 
 
 @torch.no_grad()
-def _sharpen(attention: nn.Module) -> None:
+def _sharp_attention(**options) -> nn.Module:
+    attention = _attention(**options)
     for param in attention.parameters():
         local(param).mul_(SHARPER)
+    return attention
 
 
 def _transformer(kind: type[nn.Module], style: Callable[..., tpfused.TransformerConfig], **place) -> nn.Module:
@@ -98,8 +99,11 @@ def _transformer(kind: type[nn.Module], style: Callable[..., tpfused.Transformer
 
 
 _gpt = partial(_transformer, style=tpfused.TransformerConfig.gpt)
-_llama = partial(_transformer, style=partial(tpfused.TransformerConfig.llama, num_kv_heads=4, sequence_parallel=True))
+_llama = partial(
+    _transformer, style=partial(tpfused.TransformerConfig.llama, num_kv_heads=KV_HEADS, sequence_parallel=True)
+)
 
+ARGMAX = "vocab_parallel_argmax"
 LAYERS = {
     "ColumnParallelLinear": Layer(
         partial(tpfused.ColumnParallelLinear, HIDDEN, FFN, activation="gelu"), out_shard=True
@@ -118,9 +122,9 @@ LAYERS = {
     "ParallelGatedMLP sequence_parallel": Layer(
         partial(tpfused.ParallelGatedMLP, HIDDEN, FFN, sequence_parallel=True), splits_tokens=True
     ),
-    "ParallelAttention": Layer(partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True), has_heads=True),
+    "ParallelAttention": Layer(_attention, has_heads=True),
     "ParallelAttention sequence_parallel": Layer(
-        partial(tpfused.ParallelAttention, HIDDEN, HEADS, 4, causal=True, sequence_parallel=True),
+        partial(_attention, sequence_parallel=True),
         splits_tokens=True,
         has_heads=True,
     ),
@@ -131,9 +135,11 @@ LAYERS = {
     "ParallelTransformerBlock Llama, sequence_parallel": Layer(
         partial(_llama, tpfused.ParallelTransformerBlock), splits_tokens=True, has_heads=True
     ),
-    "ParallelTransformer": Layer(partial(_gpt, tpfused.ParallelTransformer), ids=True, out_shard=True, has_heads=True),
+    "ParallelTransformer": Layer(
+        partial(_gpt, tpfused.ParallelTransformer), ids=True, batch_first=True, out_shard=True, has_heads=True
+    ),
     "ParallelTransformer Llama, sequence_parallel": Layer(
-        partial(_llama, tpfused.ParallelTransformer), ids=True, out_shard=True, has_heads=True
+        partial(_llama, tpfused.ParallelTransformer), ids=True, batch_first=True, out_shard=True, has_heads=True
     ),
     "ParallelTransformer decoding": Layer(partial(_gpt, tpfused.ParallelTransformer), has_heads=True, decodes=True),
     "ParallelTransformer decoding Llama, sequence_parallel": Layer(
@@ -144,16 +150,16 @@ LAYERS = {
 
 @dataclass(frozen=True)
 class Case:
-    kind: str  # "operation" or "layer"
+    kind: str  # of KINDS
     name: str
     tp: int
     dtype: str
-    tier: str = "first"  # a layer's operations by what these GPUs have, though the plain path were faster
+    tier: str = "first"  # what these GPUs have, though another were faster; a layer's operations also by "sequential"
     size: int = 0  # of SIZES
 
     @property
     def label(self) -> str:
-        by = f" by {self.tier}" if self.kind == "operation" else ""
+        by = f" by {self.tier}" if self.tier != "first" else ""
         sizes = "x".join(map(str, SIZES[self.size][:3])) if self.kind == "operation" else ""
         return " ".join(f"{self.name}{by} {self.dtype} {sizes} tp{self.tp}".split())
 
@@ -169,25 +175,25 @@ def cases(degrees: tuple[int, ...], tiers: tuple[str, ...], on_gpu: bool) -> lis
         for by in tiers
         for dtype in dtypes
         for size, sizes in enumerate(SIZES)
-        if sizes is not LARGE or dtype == DTYPE_OF_LARGE
+        if on_gpu or sizes is not LARGE
     ]
     found += [
-        Case("layer", name, tp, dtype)
+        Case("layer", name, tp, dtype, by)
         for tp in degrees
         for name, layer in LAYERS.items()
+        # The kernels without the overlap, as where that was measured to be the best; an operation alone has none.
+        for by in ("first", "sequential")[: 2 if on_gpu and tp > 1 else 1]
         for dtype in dtypes
         if not (layer.has_heads and HEADS % tp)
-        if layer.tokens < MANY_TOKENS or dtype == DTYPE_OF_LARGE
+        if on_gpu or layer.tokens < MANY_TOKENS
     ]
-    return found
+    return found + [Case("argmax", ARGMAX, tp, dtype) for tp in degrees for dtype in dtypes]
 
 
 def run(case: Case, group: TPGroup, device: torch.device) -> Verdict:
     """This rank's verdict. All ranks of the group draw the same random numbers first."""
-    dtype = DTYPES[case.dtype]
-    kind = _operation if case.kind == "operation" else _decoding if LAYERS[case.name].decodes else _layer
     with tier(case.tier):
-        return kind(case, group, device, dtype)
+        return KINDS[case.kind](case, group, device, DTYPES[case.dtype])
 
 
 def _own(dim: int | None, whole: Tensor, group: TPGroup) -> Tensor:
@@ -229,8 +235,10 @@ def _operation(case: Case, group: TPGroup, device: torch.device, dtype: torch.dt
 
 def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:
     layer = LAYERS[case.name]
+    if layer.decodes:
+        return _decoding(case, group, device, dtype)
     module, alone = _twins(layer, group, device, dtype)
-    shape = (layer.tokens, BATCH)
+    shape = (BATCH, layer.tokens) if layer.batch_first else (layer.tokens, BATCH)
     if layer.ids:
         x = torch.randint(VOCABULARY, shape, device=device)
     else:
@@ -253,11 +261,12 @@ def _layer(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype)
         found = {"result": result.detach()} | ({} if layer.ids else {"x": x.grad})
         return found | {name: local(param.grad) for name, param in model.named_parameters()}
 
+    parameters = dict(module.named_parameters())
     with tier("reference"):  # plain PyTorch: a kernel is not to be compared with itself
         exact = results(deepcopy(alone).double(), x if layer.ids else x.double(), own=False)
         eager = results(alone, x, own=False)
+    exact, eager = (_named_as(parameters, alone, found) for found in (exact, eager))
     actual = results(module, _own(dims["x"], x, group), own=True)
-    parameters = dict(module.named_parameters())
 
     def part(name: str, value: Tensor) -> Tensor:
         if name in parameters:
@@ -273,8 +282,6 @@ def _decoding(case: Case, group: TPGroup, device: torch.device, dtype: torch.dty
     in a CUDA graph too (`KVCache.fixed`), and beside a sequence whose first tokens are padding.
     """
     model, alone = (each.eval() for each in _twins(LAYERS[case.name], group, device, dtype))
-    for block in (*model.blocks, *alone.blocks):
-        _sharpen(block.attention)
     ids = torch.randint(VOCABULARY, (BATCH, sum(CALLS)), device=device)
     padding = torch.tensor([0] * (BATCH - 1) + [PADDING], device=device)
 
@@ -296,15 +303,51 @@ def _decoding(case: Case, group: TPGroup, device: torch.device, dtype: torch.dty
     return judge(actual, exact, eager, lambda name, x: own_slice(x, -1, group))
 
 
+def _argmax(case: Case, group: TPGroup, device: torch.device, dtype: torch.dtype) -> Verdict:
+    """Ids, which are right or not; of equal logits, of two ranks too, the lowest."""
+    logits = torch.randn(TOKENS, BATCH, VOCABULARY, device=device, dtype=dtype)
+    logits[0, :, [1, -1]] = 2 * logits.max()
+    right = {"ids": logits.argmax(-1).double()}
+    found = tpfused.vocab_parallel_argmax(_own(-1, logits, group), VOCABULARY, group)
+    return judge({"ids": found.double()}, right, right, lambda name, x: x)
+
+
 def _twins(layer: Layer, group: TPGroup, device: torch.device, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
-    """The layer on the ranks of `group`, and whole on one, of the same weights."""
+    """The layer on the ranks of `group`, and whole on one, of the same weights: as one seed draws them, and more added
+    to each."""
     seed, twins = torch.random.initial_seed(), []
     for place in (group, TPGroup(None, 0, 1)):
         torch.manual_seed(seed)
         twins.append(layer.build(group=place, device=device, dtype=dtype))
-    return twins[0], twins[1]
+    module, alone = twins
+    own = dict(module.named_parameters())
+    with torch.no_grad():
+        more = {}
+        for name, whole in alone.named_parameters():
+            more[name] = SPREAD * torch.randn_like(whole) * (1 if whole.ndim == 1 else whole.shape[-1] ** -0.5)
+            whole.add_(more[name])
+        for name, value in _named_as(own, alone, more).items():
+            local(own[name]).add_(own_part(value, splits(own[name])))
+    return module, alone
+
+
+def _named_as(names: Container[str], alone: nn.Module, tensors: Results) -> Results:
+    """The dense twin's, with its packed projections as several, where the ranks' are: where those are more than the
+    key-value heads."""
+    found = dict(tensors)
+    for path, inner in alone.named_modules():
+        for child, packing in getattr(inner, "packed_children", {}).items():
+            prefix = f"{path}." if path else ""
+            for kind in ("weight", "bias"):
+                if (name := f"{prefix}{child}.{kind}") in found and name not in names:
+                    parts = packing.unpack(found.pop(name))
+                    found |= {f"{prefix}{part}.{kind}": x for part, x in zip(packing.names, parts, strict=True)}
+    return found
 
 
 def _with_gradients(result: Tensor, leaves: dict[str, Tensor], grad: Tensor) -> Results:
     gradients = torch.autograd.grad(result, list(leaves.values()), grad)
     return {"result": result.detach(), **dict(zip(leaves, gradients, strict=True))}
+
+
+KINDS = {"operation": _operation, "layer": _layer, "argmax": _argmax}

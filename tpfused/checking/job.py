@@ -20,7 +20,8 @@ from tpfused.cli.outputs import check_writable
 from tpfused.provenance import measured_on
 from tpfused.workers import WorkerFailed, run_workers, torchrun_worker
 
-# Of the operations' cases; those by one that the GPUs do not have are skipped, so there is always the plain path.
+# Of the operations' cases; those by one that the GPUs do not have are skipped, so there is always the plain path, which
+# "sequential" is as well: in layers it runs the kernels, and their cases have it.
 TIERS = {"cuda": ("p2p", "nccl", "reference"), "cpu": ("reference",)}
 CPU_WORLD = 2
 TOLD = {True: "ok  ", False: "FAIL", None: "skip"}
@@ -40,7 +41,7 @@ def execute(options: Mapping[str, Any]) -> int:
         raise UserError(f"--gpus {options['gpus']}: at least one is needed{here}")
     if options["json"] is not None:
         check_writable("json", options["json"])
-    degrees = tuple(sorted({degree for degree in (1, 2, 4, 8) if world % degree == 0} | {world}))
+    degrees = degrees_of(world)
     known = cases(degrees, TIERS[device], device == "cuda")
     chosen = [case for case in known if case.label == options["case"]]  # a line's name is no other's beginning
     chosen = chosen or [case for case in known if options["case"] in case.label]
@@ -50,6 +51,11 @@ def execute(options: Mapping[str, Any]) -> int:
         print(*(case.label for case in chosen), sep="\n")
         return 0
     return _check(chosen, device, world, degrees, options)
+
+
+def degrees_of(world: int) -> tuple[int, ...]:
+    """All that divide the ranks, and the powers of two, for which some ranks may be left over."""
+    return tuple(degree for degree in range(1, world + 1) if world % degree == 0 or degree.bit_count() == 1)
 
 
 def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...], options: Mapping[str, Any]) -> int:

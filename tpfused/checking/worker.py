@@ -32,7 +32,8 @@ class Answer(NamedTuple):
 
 
 def work(argument: dict[str, Any], worker: Worker) -> None:
-    """Run ``argument["cases"]``; the first rank emits each one's `Answer`."""
+    """Run ``argument["cases"]``; the first rank emits each one's `Answer`. Ranks that no group of a case's degree has
+    wait for the others."""
     on_gpu = argument["device"] == "cuda"
     device = torch.device("cuda", worker.local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
@@ -50,7 +51,8 @@ def work(argument: dict[str, Any], worker: Worker) -> None:
             answer = Answer(float("nan"), skipped=why)
         else:
             torch.manual_seed(data_seed(argument["seed"], case, worker.rank // case.tp))
-            answer = _agreed(_attempt(case, groups[case.tp], device))
+            group = groups[case.tp]
+            answer = _agreed((Verdict(0.0, ""), "") if group is None else _attempt(case, group, device))
         if worker.rank == 0:
             worker.emit("answer", answer)
     dist.destroy_process_group()
@@ -61,18 +63,18 @@ def data_seed(seed: int, case: Case, group: int) -> int:
     return zlib.crc32(f"{seed} {case.label} {group}".encode())
 
 
-def _group(degree: int, worker: Worker) -> TPGroup:
-    """The block of `degree` consecutive ranks that this one is in."""
-    blocks = [list(range(first, first + degree)) for first in range(0, worker.world, degree)]
+def _group(degree: int, worker: Worker) -> TPGroup | None:
+    """The block of `degree` consecutive ranks that this one is in; None for the ranks that are left over."""
+    blocks = [list(range(first, first + degree)) for first in range(0, worker.world - degree + 1, degree)]
     mine, _ = dist.new_subgroups_by_enumeration(blocks)
-    return resolve_group(mine)
+    return None if mine is None else resolve_group(mine)
 
 
-def _lacking(group: TPGroup, device: torch.device) -> dict[str, str]:
+def _lacking(group: TPGroup | None, device: torch.device) -> dict[str, str]:
     """The tiers that are not to be had in all groups of this size, and why: as the ranks without them are warned."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
-        tiers = tiers_of(group, device)
+        tiers = TIERS if group is None else tiers_of(group, device)
     mine = tiers, [str(each.message).removeprefix("tpfused: ") for each in caught]
     told = by_rank(mine, dist.group.WORLD).values()
     reasons = {name: [why for tiers, why in told if name not in tiers] for name in TIERS}

@@ -7,10 +7,11 @@ from tpfused.cli.seeds import seed
 
 DESCRIPTION = """\
 Compares every overlapped operation, by each way its rows can travel, and every
-layer (overlapped where these GPUs can, whatever is faster) with the dense
-computation in float64, gradients included, and decoding with a cache, on fresh
-random data, at each degree of tensor parallelism that this machine's GPUs
-allow.
+layer (overlapped where these GPUs can, whatever is faster, and by "sequential":
+the kernels without the overlap) with the dense computation in float64,
+gradients included, and decoding with a cache, on fresh random data. The degrees
+of tensor parallelism are those that divide the GPUs, and the powers of two, for
+which some GPUs may be left over.
 
 It needs no checkout and starts its own workers: one a GPU (NCCL), or two on the
 CPU (gloo) where there is no GPU.
@@ -18,7 +19,7 @@ CPU (gloo) where there is no GPU.
 
 EXAMPLES = """\
 examples:
-  tpfused check                            everything, in a few minutes
+  tpfused check                            everything: two GPUs take a minute or two
   tpfused check --case all_gather_matmul   the cases with that in their name
   tpfused check --list                     what there is to check
   tpfused check --seed 7 --case "ParallelMLP bf16 tp2"
@@ -31,7 +32,8 @@ A line's number is the largest error of any output or gradient on any rank, as a
 share of what is allowed: twice plain PyTorch's own error in the same dtype and
 two roundings (in float64 a hundred, for there is nothing more exact), tenfold
 for chains of operations: all but the results of single operations that add
-nothing over the ranks. In float32 those count as chains too.
+nothing over the ranks. In float32 those count as chains too. In 16 bits so are
+the root mean squares, of all values and of a row, but never tenfold.
 
 A case by a tier that these GPUs do not have, "p2p" without peer access or both
 without the extension, is skipped, and the end says why: it is not wrong.
