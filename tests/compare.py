@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.distributed import Context
+from tpfused.checking.rule import LEAST_VALUES
 from tpfused.collectives import observe
 from tpfused.group import TPGroup
 from tpfused.placement import local, shard_info
@@ -260,7 +261,8 @@ def assert_within_rule(
 
     For the tensor and for each of its rows. `expected` is the whole float64 result, `eager` the whole dense one in the
     dtype of `actual`, which is its `part`. Where roundings pass through a `chain` of operations, luck decides who is
-    nearer, most of all in rows whose values cancel: tenfold then, and for the tensor only. `terms`, broadcast to the
+    nearer, most of all in rows whose values cancel: tenfold then, and for the tensor only; in 16 bits, where tenfold
+    may be all that there is, also once for its root mean square, which luck does little to. `terms`, broadcast to the
     whole, are the sizes of what is added up last where that can cancel: theirs are the roundings that remain.
     """
     assert actual.dtype == eager.dtype, f"{what}: {actual.dtype}, not {eager.dtype}"
@@ -272,10 +274,17 @@ def assert_within_rule(
     rounding = 2 * torch.finfo(actual.dtype).eps * sizes
     excess = error.max() - (allowed.max() + rounding.max()) * (10 if chain else 1)
     assert excess <= 0, f"{what}: the error exceeds the rule by {excess}"
+    if chain and actual.dtype.itemsize == 2 and actual.numel() >= LEAST_VALUES:
+        excess = _rms(error) - _rms(allowed) - _rms(rounding)
+        assert excess <= 0, f"{what}: the error's norm exceeds the rule by {excess} of {_rms(expected)}"
     if actual.ndim > 1 and not chain:
         limit = allowed.amax(-1, keepdim=True) + rounding.amax(-1, keepdim=True)
         excess = (error - part(limit.expand_as(expected))).max()
         assert excess <= 0, f"{what}: a row's error exceeds the rule by {excess}"
+
+
+def _rms(x: Tensor) -> Tensor:
+    return x.double().square().mean().sqrt()
 
 
 @contextmanager
