@@ -229,7 +229,8 @@ def model_columns(rows: Sequence[Row]) -> Columns:
         "of peak": of_ours("peak_share", lambda row: f"{row['peak_share']:.2f}"),
         "GiB a rank (of TP 1's)": of_ours("peak_bytes", memory),
         **{f"{name} x ours": of(name, "times_ours", ".2f") for name in others},
-        "error (dense bf16's)": of_ours(
+        # Files of earlier versions have it of this many tokens, whatever the row's.
+        f"error{'' if any('deviation_tokens' in row for row in rows) else ' at 256 tokens'} (dense bf16's)": of_ours(
             "deviation", lambda row: f"{row['deviation']:.3e} ({row['dense_deviation']:.3e})"
         ),
     }

@@ -152,8 +152,9 @@ files then hold what was done).
 MODEL = """\
 Times LLaMA-3-8B (random weights, some of its layers) on 1, 2, 4, ... GPUs of
 one host: forward, and forward and backward with the vocabulary-parallel loss,
-with sequence parallelism and, where GPUs are left, with FSDP2 over them; and
-greedy decoding in a CUDA graph. Beside ours, with the same weights:
+with sequence parallelism and, where GPUs are left, with FSDP2 over them (that
+of TP 1 is what one would take in place of TP); and greedy decoding in a CUDA
+graph. Beside ours, with the same weights:
 
   dtensor           nn.Linear and SDPA under torch's parallelize_module
   dtensor_compiled  the same, compiled, with asynchronous tensor parallelism
@@ -161,7 +162,7 @@ greedy decoding in a CUDA graph. Beside ours, with the same weights:
   ours_reference    ours without the overlap and the kernels: plain NCCL
   ours_sequential   ours without the overlap (decoding): NCCL after the matmul
 
-All logits are compared first, and few layers with a float32 model. The
+All logits are compared first, and two layers with a float32 model. The
 variants take turns, at all degrees, and every figure is the slowest rank's.
 
   us        a step, as its program waits for it; decoding: of the GPU
@@ -171,8 +172,9 @@ variants take turns, at all degrees, and every figure is the slowest rank's.
   of peak   the model's FLOPs over those of a large matmul, in the same round
   GiB       the most that a rank holds in a step, parameters included
   of TP 1's that over the same variant's on one GPU
-  error     of logits (fwd) or gradients (fwd+bwd) to the float32 model's,
-            relative; "dense error" is that of the plain model on one GPU
+  error     of logits (fwd) or gradients (fwd+bwd) to the float32 model's of
+            as many tokens and two layers, relative; "dense error" is that of
+            the plain model on one GPU; none of FSDP2 and of what is compiled
 """
 
 MODEL_EXAMPLES = """\

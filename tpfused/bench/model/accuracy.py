@@ -1,4 +1,5 @@
-"""How far programs in 16 bits are from the model in float32: with few layers and a short sequence, which is cheap."""
+"""How far programs in 16 bits are from the model in float32: with few layers, which is cheap, and as many tokens as are
+timed, of which it depends which kernels run and how rows travel."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ from tpfused.bench.model.cases import Degree, Size
 from tpfused.bench.model.programs import Place, Program, Tensors, build, build_all, build_peer
 from tpfused.bench.sampling import together
 from tpfused.sharding import shard_range
+
+ROWS = 1024  # that are compared at a time
 
 
 @dataclass(frozen=True)
@@ -35,14 +38,14 @@ Deviations = dict[tuple[Degree, str], Deviation]
 
 
 def deviations(
-    size: Size, alone: Place, places: Sequence[Place], variants: Sequence[str], seed: int
-) -> tuple[Deviation, Deviations]:
+    size: Size, tokens: int, alone: Place, places: Sequence[Place], variants: Sequence[str], seed: int
+) -> tuple[Deviation | None, Deviations]:
     """Those of the dense model in 16 bits, and of our and our peers' programs at each degree.
 
     `alone` is a place of one rank. FSDP2 and the compiler are left out, and so is what fails: that is told where it is
-    timed.
+    timed. Where the dense model fails, which in float32 takes twice the memory, there are none.
     """
-    layers, tokens = size.accuracy
+    layers = size.compared
     generator = torch.Generator(alone.device).manual_seed(seed)
     ids, labels = (
         torch.randint(size.vocabulary, (1, tokens), device=alone.device, generator=generator) for _ in range(2)
@@ -54,9 +57,14 @@ def deviations(
         program.step(ids, labels)
         return Outcome(logits, program.gradients())
 
+    def dense(place: Place) -> Outcome:
+        return outcome(build_peer("dtensor", size, layers, tokens, place, weights))
+
     _, weights = build(size, layers, tokens, alone, seed)
-    exact = _in_float32(lambda place: outcome(build_peer("dtensor", size, layers, tokens, place, weights)), alone)
-    dense = _deviation(outcome(build_peer("dtensor", size, layers, tokens, alone, weights)), exact, alone)
+    exact, _ = together(lambda: _in_float32(dense, alone))
+    of_dense = None if exact is None else _deviation(lambda: dense(alone), exact, alone)
+    if of_dense is None:
+        return None, {}
     found: Deviations = {}
     for place in places:
         if place.degree.dp > 1:
@@ -64,11 +72,11 @@ def deviations(
         names = [name for name in variants if name != "dtensor_compiled"]
         for name, program, _ in build_all(names, size, layers, tokens, place, seed):
             if program is not None:
-                result, _ = together(lambda: outcome(program))  # noqa: B023 (it is called at once)
-                if result is not None:
-                    found[place.degree, name] = _deviation(result, exact, place)
+                deviation = _deviation(lambda: outcome(program), exact, place)  # noqa: B023 (it is called at once)
+                if deviation is not None:
+                    found[place.degree, name] = deviation
                 program.forget_gradients()
-    return dense, found
+    return of_dense, found
 
 
 def _in_float32(call: Callable[[Place], Outcome], place: Place) -> Outcome:
@@ -81,18 +89,25 @@ def _in_float32(call: Callable[[Place], Outcome], place: Place) -> Outcome:
         torch.backends.cuda.matmul.allow_tf32 = before
 
 
-def _deviation(found: Outcome, exact: Outcome, place: Place) -> Deviation:
-    """Collective over the ranks of the place's tensor-parallel group, each of which has a part."""
-    sums = torch.zeros(2, 2, dtype=torch.float64, device=place.device)
-    sums[0] = _squares(found.logits, exact.logits, place)
-    for name, grad in found.gradients.items():
-        sums[1] += _squares(grad, exact.gradients[name], place)
+def _deviation(step: Callable[[], Outcome], exact: Outcome, place: Place) -> Deviation | None:
+    """Of what `step` gives; None where it fails on some rank. The ranks of the place's tensor-parallel group have a
+    part each."""
+
+    def squares() -> Tensor:
+        found = step()
+        gradients = [_squares(grad, exact.gradients[name], place) for name, grad in found.gradients.items()]
+        return torch.stack((_squares(found.logits, exact.logits, place), torch.stack(gradients).sum(0)))
+
+    sums, _ = together(squares)
+    if sums is None:
+        return None
     dist.all_reduce(sums, group=place.tp.get_group())
     return Deviation(*(sums[:, 0] / sums[:, 1]).sqrt().tolist())
 
 
 def _squares(part: Tensor, whole: Tensor, place: Place) -> Tensor:
-    """The sums of squares of the difference and of what is right, of this rank's part."""
+    """The sums of squares of the difference and of what is right, of this rank's part, a few rows at a time: the
+    logits' difference alone would be 4 GiB."""
     size, rank = place.degree.tp, place.rank
     share = 1.0
     if part.shape == whole.shape:
@@ -101,5 +116,7 @@ def _squares(part: Tensor, whole: Tensor, place: Place) -> Tensor:
         (dim,) = (dim for dim, (a, b) in enumerate(zip(part.shape, whole.shape, strict=True)) if a != b)
         start, stop = shard_range(whole.shape[dim], size, rank)
         whole = whole.narrow(dim, start, stop - start)
-    squares = [(x.float().norm().double() ** 2) for x in (part.float() - whole, whole)]
-    return share * torch.stack(squares)
+    sums = torch.zeros(2, dtype=torch.float64, device=part.device)
+    for mine, right in zip(*(x.flatten(0, max(0, x.ndim - 2)).split(ROWS) for x in (part, whole)), strict=True):
+        sums += torch.stack([x.float().norm().double() ** 2 for x in (mine.float() - right, right)])
+    return share * sums

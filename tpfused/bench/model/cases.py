@@ -22,7 +22,7 @@ class Size:
         whole: how many the model has.
         sequences: tokens that are trained on by default.
         context: tokens that a decoding step attends to.
-        accuracy: layers and tokens that are compared with float32.
+        compared: layers that are compared with float32.
     """
 
     hidden: int
@@ -35,7 +35,7 @@ class Size:
     whole: int
     sequences: tuple[int, ...]
     context: int
-    accuracy: tuple[int, int]
+    compared: int
 
     @property
     def head_dim(self) -> int:
@@ -75,8 +75,8 @@ class Size:
 
 
 SIZES = {
-    "8B": Size(4096, 14336, 32, 8, 128256, 5e5, 8, 32, (2048, 8192), 2048, (2, 256)),
-    "tiny": Size(32, 48, 4, 2, 64, 5e5, 2, 2, (16, 32), 16, (2, 16)),
+    "8B": Size(4096, 14336, 32, 8, 128256, 5e5, 8, 32, (2048, 8192), 2048, 2),
+    "tiny": Size(32, 48, 4, 2, 64, 5e5, 2, 2, (16, 32), 16, 2),
 }
 
 
@@ -114,8 +114,9 @@ class Case:
 
 
 def degrees_of(tps: Sequence[int], world: int) -> list[Degree]:
-    """Each alone, in groups side by side, and with FSDP2 over the other ranks where there are some."""
-    sharded = [Degree(tp, world // tp) for tp in tps if 1 < tp < world]
+    """Each alone, in groups side by side, and with FSDP2 over the other ranks where there are some: of TP 1 it is what
+    one would take in place of tensor parallelism."""
+    sharded = [Degree(tp, world // tp) for tp in tps if tp < world]
     return [*map(Degree, tps), *sharded]
 
 

@@ -28,7 +28,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, tables: tuple[Tensor, Tensor]) -> Te
     """Causal attention of ``[batch, heads, tokens, d]``, with rotary positions."""
     cos, sin = (table[: q.shape[2]] for table in tables)
     q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+    shared = q.shape[1] // k.shape[1]
+    if q.dtype == torch.float32 and shared > 1:  # of shared heads torch would keep all scores then
+        k, v = (x.repeat_interleave(shared, dim=1) for x in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=k.shape[1] < q.shape[1])
 
 
 class Attention(nn.Module):

@@ -71,11 +71,14 @@ def run(plan: Plan, worker: Worker) -> None:
     if train:
         emit("start", "accuracy")
         alone = places.get(Degree(1)) or place_of(Degree(1), worker.world, device, dtype)
-        found = deviations(plan.size, alone, list(places.values()), plan.variants, plan.seed)
+        found = {}
+        for tokens in dict.fromkeys(case.tokens for case in train):
+            found[tokens] = deviations(plan.size, tokens, alone, list(places.values()), plan.variants, plan.seed)
+            _free(device)
         programs = prepare(plan, {case.degree: places[case.degree] for case in train})
         for group in _in_groups(train):
             emit("start", group[0].label)
-            for case, rows in zip(group, measure(group, programs, places, plan, found), strict=True):
+            for case, rows in zip(group, measure(group, programs, places, plan, found[group[0].tokens]), strict=True):
                 emit("rows", (case.label, rows))
         del programs
         _free(device)
@@ -124,7 +127,7 @@ def measure(
     programs: Programs,
     places: Mapping[Degree, Place],
     plan: Plan,
-    found: tuple[Deviation, Mapping[Key, Deviation]],
+    found: tuple[Deviation | None, Mapping[Key, Deviation]],
 ) -> list[list[Row]]:
     """The rows of cases that differ in their degree only: all programs of all of them take turns."""
     device, dtype = places[group[0].degree].device, DTYPES[plan.dtype]
@@ -237,12 +240,13 @@ def _of_degree(samples: Mapping[Key, Sampled], degree: Degree) -> dict[str, Samp
     return {name: sampled for (place, name), sampled in samples.items() if place == degree}
 
 
-def _deviations(case: Case, key: Key, found: tuple[Deviation, Mapping[Key, Deviation]]) -> Row:
+def _deviations(case: Case, key: Key, found: tuple[Deviation | None, Mapping[Key, Deviation]]) -> Row:
     dense, of = found
     if key not in of:
         return {}
     what = "logits" if case.direction == "fwd" else "gradients"
-    return {"deviation": getattr(of[key], what), "dense_deviation": getattr(dense, what)}
+    known = {"deviation": getattr(of[key], what), "dense_deviation": getattr(dense, what)}
+    return known | {"deviation_tokens": case.tokens}
 
 
 def _compare_memory(rows: Sequence[Sequence[Row]]) -> None:
@@ -258,7 +262,7 @@ def _row(case: Case, plan: Plan, variant: str, **known: Any) -> Row:
     own |= {"batch": case.batch}
     own |= dict.fromkeys(
         "tokens_per_s times_ours times_ours_iqr scaling scaling_iqr peak_share peak_bytes memory_share host_us "
-        "deviation dense_deviation".split()
+        "deviation dense_deviation deviation_tokens".split()
     )
     return new_row(case.op, case.name, case.direction, plan.dtype, variant, **own | known)
 
