@@ -270,14 +270,14 @@ void Group::gather_writes(const Words& words, Use use, uint32_t blocks) {
 
 void Group::wait_until_emptied(Use use) {
   Words words;
-  for (int step = 1; step < size; ++step) words.add(peers->emptied(rank, use.slot, (rank + step) % size));
+  for (int from = 0; from < size; ++from) words.add(peers->emptied(rank, use.slot, from));
   wait(words, use, 0, transfers);
 }
 
 void Group::tell_emptied(cudaStream_t stream) {
   for (Use use : in_use_) {
     Words words;
-    for (int step = 1; step < size; ++step) words.add(peers->emptied((rank + step) % size, use.slot, rank));
+    for (int step = 1; step <= size; ++step) words.add(peers->emptied((rank + step) % size, use.slot, rank));
     if (use.on_device) {
       set(words, use, whole, stream);
     } else {

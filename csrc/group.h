@@ -42,7 +42,8 @@ struct Rows {
 // operations use in turn.
 //
 // A slot's owner and its peers agree through two words a peer on each side. Use number u of a slot: whoever pushes into
-// it first waits until the owner has "emptied" it of use u - 1, and counts the owner's "arrived" up after its data.
+// it first waits until the owner has "emptied" it of use u - 1, and counts the owner's "arrived" up after its data. The
+// owner itself, which puts its own rows there, waits too: what it empties may be on another stream.
 class PeerMemory {
  public:
   static constexpr int slots = 3;                       // operations that may be under way at a time
@@ -62,7 +63,7 @@ class PeerMemory {
   void disconnect();                                      // before any peer frees its memory
 
   char* slot(int rank, int slot) const { return base_[rank] + slots_at() + slot * slot_bytes_; }
-  // On `rank`: what `from` has pushed, and (written by that peer) what it has emptied of its own.
+  // On `rank`: what `from` has pushed, and (written by that rank) what it has emptied of its own.
   uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot * most_ranks + from); }
   uint32_t* emptied(int rank, int slot, int from) const { return word(rank, (2 * slot + 1) * most_ranks + from); }
 
@@ -160,7 +161,7 @@ class Group {
     const uint32_t* on_device = nullptr;
   };
   Use next_use();  // of an operation that has begun, until its end: whatever is enqueued from now on may use it
-  // On `transfers`: wait until every peer has emptied the slot of its last use.
+  // On `transfers`: wait until every rank, this one too, has emptied the slot of its last use.
   void wait_until_emptied(Use use);
   // All that a peer is to get, or the first `blocks` of what comes in up to `whole` pieces.
   static constexpr uint32_t whole = 16;

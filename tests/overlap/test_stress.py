@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.overlap.cases import ACTIVATIONS, OPERATIONS, Case, Errors, perhaps_late, poisoned, tiers_of
 from tpfused.overlap import communicator
+from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.tiers import tier
 
 PARTS = 10  # after each of which the errors are looked at
@@ -71,3 +72,42 @@ def check_mixed(ctx, steps, seed):
 
 def test_mixed_operations(ranks, seed):
     ranks.run(check_mixed, 10_000 if ranks.device == "cuda" else 100, seed, timeout=100)
+
+
+def check_rows_of_another_stream(ctx, seed):
+    """A weight's gradient is computed from rows in the group's memory, on a rank that is slow, while later operations
+    put rows there from another stream, as they may for all that the other ranks know."""
+    torch.manual_seed(seed)
+    on_gpu = ctx.device.type == "cuda"
+    tokens, k, n = (8192, 7168 * ctx.world, 4096) if on_gpu else (8, 4, 4)
+    case, errors = Case(ctx, "matmul_reduce_scatter", tokens, k, n), Errors(ctx, ["beside another stream's"])
+    x = torch.full((tokens // ctx.world, n), 100.0, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
+    weight = torch.zeros(8, n, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
+    busy = torch.randn(tokens, tokens, device=ctx.device)
+    lanes = [torch.cuda.Stream() if on_gpu else None for _ in range(3)]
+
+    def on(lane):
+        return torch.cuda.stream(lanes[lane]) if on_gpu else nullcontext()
+
+    with tier(tiers_of(ctx)[0]):
+        for _ in range(3):
+            if on_gpu:
+                torch.cuda.synchronize()
+            dist.barrier()
+            with on(2):
+                for _ in range(8 if on_gpu and ctx.rank == 0 else 0):
+                    busy @ busy
+            with on(0):
+                results = case.run(backward=True)
+            with on(1):
+                for _ in range(slots := 3):
+                    all_gather_matmul(x, weight, save_gathered=True)
+            with on(0):
+                errors.add(0, case.error(results))
+    if on_gpu:
+        torch.cuda.synchronize()
+    errors.check(f"with {slots} operations more")
+
+
+def test_rows_of_another_stream(ranks, seed):
+    ranks.run(check_rows_of_another_stream, seed, timeout=60)
