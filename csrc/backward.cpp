@@ -68,18 +68,16 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
     for (const ColumnGradient& column : o.columns) terms.push_back({column.dpre, column.w.backward(), column.n});
     parts = std::make_unique<Parts>(group, tier, tiles, o.rows, std::move(terms), o.k, workspace);
     parts->multiply_own();
-    tiles.join(Tiles::beside, Tiles::caller);
+    follow(group.transfers, stream);
   }
   if (wants_dw) {
     for (int owner = 0; gather && owner < group.size; ++owner) gather->arrive(owner, stream);
     const void* x = gather ? gather->all() : o.x;
     for (const ColumnGradient& column : o.columns) tiles.multiply(Tiles::caller, wgrad(o, column, x), o.wants_dw);
   }
-  if (o.wants_dx) {
-    auto beside = tiles.stream(Tiles::beside);
-    auto all = parts->scatter().receive(parts->own(), beside);
-    add_parts(o.dx, all.data(), group.size, nullptr, own, o.k, o.type, beside);
-    tiles.join(Tiles::caller, Tiles::beside);
+  if (o.wants_dx) {  // on the stream of the exchange, beside those
+    auto all = parts->scatter().receive(parts->own(), group.transfers);
+    add_parts(o.dx, all.data(), group.size, nullptr, own, o.k, o.type, group.transfers);
   }
   tiles.end();
 }
@@ -107,9 +105,11 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     if (step + 1 < group.size) product.spared = gather->processors();
     tiles.multiply(lane, product);
   }
-  tiles.join(Tiles::caller, Tiles::beside);
+  if (o.wants_dx) tiles.join(Tiles::caller, Tiles::beside);
   if (wants_dw) {
-    for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
+    for (int owner = 0; owner < group.size; ++owner) {
+      if (owner == group.rank || !o.wants_dx) gather->arrive(owner, stream);  // for the others, dx has waited
+    }
     tiles.multiply(Tiles::caller, wgrad(o, gather->all()), o.wants_dw);
   }
   tiles.end();

@@ -185,10 +185,9 @@ void Group::begin(const char* operation, cudaStream_t stream) {
   }
 }
 
-void Group::lead() {
-  if (!beginning_) return follow({beside, transfers}, caller_);
-  for (cudaStream_t stream : {beside, transfers})
-    check(cudaStreamWaitEvent(stream, beginning_, 0), "cudaStreamWaitEvent");
+void Group::lead(cudaStream_t stream) {
+  if (!beginning_) return follow(stream, caller_);
+  check(cudaStreamWaitEvent(stream, beginning_, 0), "cudaStreamWaitEvent");
 }
 
 void Group::end(cudaStream_t stream) {

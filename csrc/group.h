@@ -145,14 +145,14 @@ class Group {
   std::atomic<ncclComm_t> nccl{nullptr};  // none, too, once an operation has been given up
   cudaStream_t transfers = nullptr;       // copies and collectives
   std::mutex mutex;                       // held while an operation is enqueued
-  cudaStream_t beside = nullptr;          // matmuls beside those of the caller's stream, and before them
+  cudaStream_t beside = nullptr;          // matmuls beside those of the caller's stream
   std::unique_ptr<PeerMemory> peers;
 
   // Around an operation, eager or captured: something watches whether it ends.
   void begin(const char* operation, cudaStream_t stream);
   void end(cudaStream_t stream);
-  // The group's streams follow the caller's at the operation's beginning.
-  void lead();
+  // One of the group's streams follows the caller's as it was at the operation's beginning; in a graph, as it is now.
+  void lead(cudaStream_t stream);
 
   // A slot, and the number of its use: known here or, in a graph that is captured, on the GPU only.
   struct Use {

@@ -4,9 +4,9 @@
 
 namespace tpfused {
 
-// x [all rows, k] @ w, each rank's rows of it together and sent to their owner: the peers' parts one after the other on
-// the lane beside the caller's, then this rank's own on the caller's. At the same time on both, whichever matmul starts
-// first takes the multiprocessors, for all of its tiles, and a peer's part may come late.
+// x [all rows, k] @ w, each rank's rows of it together and sent to their owner: the peers' parts one after the other,
+// then this rank's own, all on the caller's lane. On two at the same time, whichever matmul starts first takes the
+// multiprocessors, for all of its tiles, and a peer's part may come late.
 class Parts {
  public:
   // x @ w is the sum of these.
@@ -26,14 +26,12 @@ class Parts {
         scatter_(start_scatter(group, tier, rows.by_rank(), tiles.bytes(n), workspace)) {
     for (int step = 1; step < group.size; ++step) {
       int owner = (group.rank + step) % group.size;
-      multiply(Tiles::beside, owner, step > 1 ? scatter_->processors() : 0);
-      scatter_->send(owner, part(owner), tiles.stream(Tiles::beside));
+      multiply(owner, step > 1 ? scatter_->processors() : 0);
+      scatter_->send(owner, part(owner), tiles.stream(Tiles::caller));
     }
-    tiles.join(Tiles::caller, Tiles::beside);
   }
 
-  // This rank's own part, on the caller's lane.
-  void multiply_own() { multiply(Tiles::caller, group_.rank, scatter_->processors()); }
+  void multiply_own() { multiply(group_.rank, scatter_->processors()); }
   // One term's product for the own rows.
   Product own_product(const Term& term) const {
     Product product = product_of(term, group_.rank);
@@ -53,12 +51,12 @@ class Parts {
     return {matrices(x, term.k, rows_.all()), term.w, matrices(part(owner), n_, count), count, n_, term.k, rows_.batch};
   }
 
-  void multiply(Tiles::Lane lane, int owner, int spared) {
+  void multiply(int owner, int spared) {
     for (const Term& term : terms_) {
       Product product = product_of(term, owner);
       product.spared = spared;
       if (&term != &terms_.front()) product.add = product.y.data;
-      tiles_.multiply(lane, product);
+      tiles_.multiply(Tiles::caller, product);
     }
   }
 

@@ -26,7 +26,7 @@ inline Product as_wanted(Product product, Dw wanted) {
 
 // The matmuls of one operation, on the caller's stream and on one beside it, whose blocks the GPU starts first. What is
 // on both fills the multiprocessors that a matmul's last wave leaves idle. The group's streams follow the caller's
-// here.
+// beginning of the operation; the one beside it when it is first used, for an event that it waits for takes host time.
 class Tiles {
  public:
   enum Lane { caller = 0, beside = 1 };
@@ -36,26 +36,35 @@ class Tiles {
       : type_(type), rows_(rows), group_(group), matmul_(group.matmul(type)), streams_{stream, group.beside} {
     if (group.begun().count) tick(group.begun(), stream);
     for (char*& own : workspaces_) own = workspace.take(workspace_bytes(type));
-    group.lead();
+    group.lead(group.transfers);
+    if (group.capturing()) this->stream(beside);  // which would follow what is on the caller's by then, too
   }
 
   // All is enqueued. The caller's stream follows what is on its own lane, or joined to it, and all transfers.
   void end() {
     follow(streams_[caller], group_.transfers);
+    if (group_.capturing()) join(caller, beside);  // used or not
     if (group_.ended().count) tick(group_.ended(), streams_[caller]);
   }
 
-  cudaStream_t stream(Lane lane) const { return streams_[lane]; }
+  cudaStream_t stream(Lane lane) {
+    if (lane == beside && !has_begun_beside_) group_.lead(streams_[beside]);
+    has_begun_beside_ |= lane == beside;
+    return streams_[lane];
+  }
   void multiply(Lane lane, Product product) {
     if (group_.deterministic && !product.a.transposed) product.rows_of_all = rows_;
-    matmul_.run(product, streams_[lane], workspaces_[lane]);
+    matmul_.run(product, stream(lane), workspaces_[lane]);
   }
   // A weight's gradient.
   void multiply(Lane lane, const Product& product, Dw wanted) {
     if (wanted != Dw::none) multiply(lane, as_wanted(product, wanted));
   }
   // Whatever comes on one lane from now on follows what is on the other now.
-  void join(Lane later, Lane earlier) { follow(streams_[later], streams_[earlier]); }
+  void join(Lane later, Lane earlier) {
+    follow(streams_[later], streams_[earlier]);
+    has_begun_beside_ |= later == beside;
+  }
 
   int64_t bytes(int64_t entries) const { return entries * size_of(type_); }
 
@@ -66,6 +75,7 @@ class Tiles {
   Matmul& matmul_;
   cudaStream_t streams_[2];
   char* workspaces_[2];
+  bool has_begun_beside_ = false;
 };
 
 // A batch of matrices of contiguous rows, of which there are `rows` from one to the next.
