@@ -105,7 +105,7 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
     if (step + 1 < group.size) product.spared = gather->processors();
     tiles.multiply(lane, product);
   }
-  if (o.wants_dx) tiles.join(Tiles::caller, Tiles::beside);
+  if (o.wants_dx) tiles.join();
   if (wants_dw) {
     for (int owner = 0; owner < group.size; ++owner) {
       if (owner == group.rank || !o.wants_dx) gather->arrive(owner, stream);  // for the others, dx has waited

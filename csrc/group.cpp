@@ -1,6 +1,7 @@
 #include "group.h"
 
 #include <cstring>
+#include <utility>
 
 #include "check.h"
 
@@ -191,15 +192,14 @@ void Group::lead(cudaStream_t stream) {
 }
 
 void Group::end(cudaStream_t stream) {
-  if (!capturing()) {
-    cudaEvent_t ended = watchdog->end(stream);
-    if (in_use_.empty()) return;
-    // What comes next on the caller's stream need not wait until the peers know; but a graph's streams have to be
-    // joined.
-    check(cudaStreamWaitEvent(beside, ended, 0), "cudaStreamWaitEvent");
-    stream = beside;
+  cudaEvent_t ended = capturing() ? nullptr : watchdog->end(stream);
+  if (in_use_.empty()) return;
+  emptied_ = {in_use_, stream, ended};
+  if (capturing()) {
+    tell_emptied(stream);  // a graph's streams have to be joined
+  } else if (peers->by_device) {
+    tell_emptied_apart();
   }
-  tell_emptied(stream);
 }
 
 void Group::count_on_device() {
@@ -209,6 +209,7 @@ void Group::count_on_device() {
   }
   auto mode = cudaStreamCaptureModeRelaxed;  // this is not to be captured
   check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  if (!emptied_.uses.empty()) tell_emptied_apart();  // perhaps no operation comes any more but the graph's
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaMemcpyAsync(peers->counter(0), counts, sizeof counts, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
@@ -228,6 +229,7 @@ void Group::allocate(size_t slot_bytes) {
   peers = std::make_unique<PeerMemory>(rank, size, slot_bytes);
   peer_bytes = kept + peers->bytes();
   uses_ = 0;
+  emptied_ = {};
   std::lock_guard<std::mutex> lock(awaited_mutex_);
   for (auto& counts : awaited_) counts.clear();
 }
@@ -268,13 +270,20 @@ void Group::gather_writes(const Words& words, Use use, uint32_t blocks) {
 }
 
 void Group::wait_until_emptied(Use use) {
+  if (!emptied_.uses.empty()) {
+    if (emptied_.stream == caller_) {  // which `transfers` follows
+      tell_emptied(transfers, false);
+    } else {
+      tell_emptied_apart();
+    }
+  }
   Words words;
   for (int from = 0; from < size; ++from) words.add(peers->emptied(rank, use.slot, from));
   wait(words, use, 0, transfers);
 }
 
-void Group::tell_emptied(cudaStream_t stream) {
-  for (Use use : in_use_) {
+void Group::tell_emptied(cudaStream_t stream, bool at_once) {
+  for (Use use : std::exchange(emptied_.uses, {})) {
     Words words;
     for (int step = 1; step <= size; ++step) words.add(peers->emptied((rank + step) % size, use.slot, rank));
     if (use.on_device) {
@@ -283,7 +292,12 @@ void Group::tell_emptied(cudaStream_t stream) {
       gather_writes(words, use, whole);
     }
   }
-  operations_.enqueue(stream);
+  if (at_once) operations_.enqueue(stream);
+}
+
+void Group::tell_emptied_apart() {
+  check(cudaStreamWaitEvent(beside, emptied_.ended, 0), "cudaStreamWaitEvent");
+  tell_emptied(beside);
 }
 
 void Group::tell_arrived(Use use, int peer, cudaStream_t stream, uint32_t blocks) {

@@ -213,19 +213,29 @@ class Group {
   uint32_t first_awaited(int slot, int peer, const std::vector<uint32_t>& words, uint32_t arrived);
   std::string nccl_failure();  // what it has found wrong by itself, a peer that died or a link that broke; or empty
   void abort_nccl();
-  void count_on_device();                  // from now on
-  void tell_emptied(cudaStream_t stream);  // all that the operation has used
+  void count_on_device();  // from now on
+  // To all ranks, what the last operation has used: as one call, or with the next ones of `operations_`.
+  void tell_emptied(cudaStream_t stream, bool at_once = true);
+  void tell_emptied_apart();  // on the stream beside, when that operation has ended
   void wait(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
   void set(const Words& words, Use use, uint32_t blocks, cudaStream_t stream);
   void gather_writes(const Words& words, Use use, uint32_t blocks);  // which `operations_` then enqueues as one call
 
   MemoryOperations operations_;
   std::atomic<uint32_t> uses_{0};
-  unsigned long long capture_ = 0;                 // the number of the capture that is under way, or 0
-  std::atomic<bool> captured_{false};              // whether a graph has ever been
-  cudaStream_t caller_ = nullptr;                  // of the operation that is being enqueued
-  cudaEvent_t beginning_ = nullptr;                // its beginning; null in a graph
-  std::vector<Use> in_use_;                        // by it
+  unsigned long long capture_ = 0;     // the number of the capture that is under way, or 0
+  std::atomic<bool> captured_{false};  // whether a graph has ever been
+  cudaStream_t caller_ = nullptr;      // of the operation that is being enqueued
+  cudaEvent_t beginning_ = nullptr;    // its beginning; null in a graph
+  std::vector<Use> in_use_;            // by it
+  // By the last operation that used any. The next one on its stream tells the ranks, in a call that it makes anyway:
+  // whoever waits for this waits for what that one sends, too.
+  struct Emptied {
+    std::vector<Use> uses;
+    cudaStream_t stream = nullptr;
+    cudaEvent_t ended = nullptr;
+  };
+  Emptied emptied_;
   std::vector<std::unique_ptr<PeerMemory>> kept_;  // for graphs that were captured with them
   Replays* replays_ = nullptr;                     // the host's
   uint32_t* replayed_ = nullptr;                   // its counts on the GPU

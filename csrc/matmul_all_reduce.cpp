@@ -52,7 +52,7 @@ class CopiedSum {
     }
     multiply_wgrad(o_, tiles_);
     exchange(blocks_.count - 1);
-    tiles_.join(Tiles::caller, Tiles::beside);
+    tiles_.join();
   }
 
  private:
@@ -139,7 +139,7 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles) {
           "ncclAllReduce");
   }
   multiply_wgrad(o, tiles);
-  tiles.join(Tiles::caller, Tiles::beside);
+  tiles.join();
 }
 
 // The same exchange as `CopiedSum`, by NCCL, so that the sums are rounded alike.
@@ -150,7 +150,7 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
   Parts parts(group, Tier::nccl, tiles, rows, {{o.x, o.w, o.k}}, o.n, workspace);
   parts.multiply_own();
   multiply_wgrad(o, tiles);
-  tiles.join(Tiles::caller, Tiles::beside);
+  tiles.join();
   auto all = parts.scatter().receive(parts.own(), stream);
   add_parts(sums, all.data(), group.size, o.bias, own, o.n, o.type, stream);
   follow(group.transfers, stream);

@@ -51,8 +51,8 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
   }
   product.m = half;
   tiles.multiply(Tiles::caller, product);
-  tiles.join(Tiles::beside, Tiles::caller);
-  sum(0, half, tiles.stream(Tiles::beside));
+  follow(group.transfers, stream);
+  sum(0, half, group.transfers);
   product.m = own - half;
   product.a.data = from(half, product.a.data, o.k);
   if (o.residual) {
@@ -65,7 +65,6 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
     product.bias = o.bias;
     tiles.multiply(Tiles::caller, product);
   }
-  tiles.join(Tiles::caller, Tiles::beside);
   tiles.end();
 }
 

@@ -43,7 +43,7 @@ class Tiles {
   // All is enqueued. The caller's stream follows what is on its own lane, or joined to it, and all transfers.
   void end() {
     follow(streams_[caller], group_.transfers);
-    if (group_.capturing()) join(caller, beside);  // used or not
+    if (group_.capturing()) join();  // used or not
     if (group_.ended().count) tick(group_.ended(), streams_[caller]);
   }
 
@@ -60,11 +60,8 @@ class Tiles {
   void multiply(Lane lane, const Product& product, Dw wanted) {
     if (wanted != Dw::none) multiply(lane, as_wanted(product, wanted));
   }
-  // Whatever comes on one lane from now on follows what is on the other now.
-  void join(Lane later, Lane earlier) {
-    follow(streams_[later], streams_[earlier]);
-    has_begun_beside_ |= later == beside;
-  }
+  // The caller's stream follows what is on the one beside it.
+  void join() { follow(streams_[caller], streams_[beside]); }
 
   int64_t bytes(int64_t entries) const { return entries * size_of(type_); }
 
