@@ -56,7 +56,6 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
     for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, group.transfers);
     copy(o.all, gather->all(), tiles.bytes(o.rows.total() * o.k), group.transfers);
   }
-  tiles.join();
   tiles.end();
 }
 

@@ -182,6 +182,8 @@ void Group::begin(const char* operation, cudaStream_t stream) {
     watchdog->watch_replays(operation);
     beginning_ = nullptr;
   } else {
+    // Before the events of operations that have ended serve again.
+    if (!emptied_.uses.empty() && emptied_.stream != stream) tell_emptied_apart();
     beginning_ = watchdog->begin(operation, stream);
   }
 }
@@ -196,7 +198,7 @@ void Group::end(cudaStream_t stream) {
   if (in_use_.empty()) return;
   emptied_ = {in_use_, stream, ended};
   if (capturing()) {
-    tell_emptied(stream);  // a graph's streams have to be joined
+    tell_emptied(stream);  // what a replay is followed by is not known
   } else if (peers->by_device) {
     tell_emptied_apart();
   }
@@ -236,6 +238,7 @@ void Group::allocate(size_t slot_bytes) {
 
 void Group::disconnect() {
   if (peers && !peers->by_device) peers->disconnect();
+  emptied_ = {};
 }
 
 Group::Use Group::next_use() {
@@ -270,13 +273,7 @@ void Group::gather_writes(const Words& words, Use use, uint32_t blocks) {
 }
 
 void Group::wait_until_emptied(Use use) {
-  if (!emptied_.uses.empty()) {
-    if (emptied_.stream == caller_) {  // which `transfers` follows
-      tell_emptied(transfers, false);
-    } else {
-      tell_emptied_apart();
-    }
-  }
+  tell_emptied(transfers, false);  // which follows the caller's stream
   Words words;
   for (int from = 0; from < size; ++from) words.add(peers->emptied(rank, use.slot, from));
   wait(words, use, 0, transfers);

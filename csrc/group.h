@@ -41,7 +41,7 @@ struct Rows {
 // Memory that every rank of a group can write: flags, areas for tiny and for small sums, then buffers ("slots") that
 // operations use in turn.
 //
-// A slot's owner and its peers agree through two words a peer on each side. Use number u of a slot: whoever pushes into
+// A slot's owner and its peers agree through two words a rank on each side. Use number u of a slot: whoever pushes into
 // it first waits until the owner has "emptied" it of use u - 1, and counts the owner's "arrived" up after its data. The
 // owner itself, which puts its own rows there, waits too: what it empties may be on another stream.
 class PeerMemory {

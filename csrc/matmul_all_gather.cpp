@@ -83,7 +83,6 @@ void by_copies(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_
              c.o.features.count(from), theirs.rows(block), arrivals);
     }
   }
-  tiles.join();
 }
 
 // NCCL gathers a finished block, all ranks' features padded to as many, and each rank's are copied to their columns.
@@ -108,7 +107,6 @@ void by_nccl(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_t 
       c.copy(c.at(c.o.y, from, first), c.all, all + from * bytes, widest, c.o.features.count(from), rows, arrivals);
     }
   }
-  tiles.join();
 }
 
 }  // namespace

@@ -24,9 +24,9 @@ Product rows_of(const MatmulAllReduce& o, Tiles& tiles, int64_t first, int64_t c
   return {matrix(x, o.k), o.w, matrix(to + tiles.bytes(first * o.n), o.n), count, o.n, o.k};
 }
 
-void multiply_wgrad(const MatmulAllReduce& o, Tiles& tiles) {
+void multiply_wgrad(const MatmulAllReduce& o, Tiles& tiles, Tiles::Lane lane) {
   Product product = weight_gradient(o.x, o.whole_input, o.dw, o.k, o.n, o.m, o.w.transposed);
-  tiles.multiply(Tiles::beside, product, o.wants_dw);
+  tiles.multiply(lane, product, o.wants_dw);
 }
 
 // In each block every rank adds all parts of its share of the rows, and pushes the sums to the others.
@@ -42,7 +42,6 @@ class CopiedSum {
         sums_(group.next_use()),
         staged_(workspace.take(tiles.bytes(o.m * o.n))) {
     group.wait_until_emptied(parts_);
-    group.wait_until_emptied(sums_);
   }
 
   void run() {
@@ -50,9 +49,8 @@ class CopiedSum {
       multiply(block);
       if (block > 0) exchange(block - 1);
     }
-    multiply_wgrad(o_, tiles_);
+    multiply_wgrad(o_, tiles_, Tiles::beside);
     exchange(blocks_.count - 1);
-    tiles_.join();
   }
 
  private:
@@ -101,6 +99,7 @@ class CopiedSum {
     add_parts(own, parts.data(), size, o_.bias, share.count(rank), o_.n, o_.type, stream_);
 
     follow(group_.transfers, stream_);
+    if (block == 0) group_.wait_until_emptied(sums_);
     for (int step = 1; step < size; ++step) {
       int peer = (rank + step) % size;
       push(group_.peers->slot(peer, sums_.slot) + tiles_.bytes(first * o_.n), own, share.count(rank));
@@ -138,8 +137,7 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles) {
                         group.transfers),
           "ncclAllReduce");
   }
-  multiply_wgrad(o, tiles);
-  tiles.join();
+  multiply_wgrad(o, tiles, Tiles::beside);
 }
 
 // The same exchange as `CopiedSum`, by NCCL, so that the sums are rounded alike.
@@ -149,12 +147,11 @@ void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Work
   char* sums = workspace.take(own * row_bytes);
   Parts parts(group, Tier::nccl, tiles, rows, {{o.x, o.w, o.k}}, o.n, workspace);
   parts.multiply_own();
-  multiply_wgrad(o, tiles);
-  tiles.join();
-  auto all = parts.scatter().receive(parts.own(), stream);
-  add_parts(sums, all.data(), group.size, o.bias, own, o.n, o.type, stream);
   follow(group.transfers, stream);
+  auto all = parts.scatter().receive(parts.own(), group.transfers);
+  add_parts(sums, all.data(), group.size, o.bias, own, o.n, o.type, group.transfers);
   auto gather = start_gather(group, Tier::nccl, rows, row_bytes, sums, true, workspace);
+  multiply_wgrad(o, tiles, Tiles::caller);
   for (int owner = 0; owner < group.size; ++owner) gather->arrive(owner, stream);
   copy(o.y, gather->all(), o.m * row_bytes, stream);
 }

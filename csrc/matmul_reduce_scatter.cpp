@@ -52,6 +52,8 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
   product.m = half;
   tiles.multiply(Tiles::caller, product);
   follow(group.transfers, stream);
+  // Received before that sum is enqueued: what comes by NCCL is waited for with all that is on its stream by then.
+  const void* theirs = o.residual ? nullptr : parts.scatter().receive(parts.own(), stream)[1 - group.rank];
   sum(0, half, group.transfers);
   product.m = own - half;
   product.a.data = from(half, product.a.data, o.k);
@@ -60,7 +62,7 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
     tiles.multiply(Tiles::caller, product);
     sum(half, own - half, stream);
   } else {
-    product.add = from(half, parts.scatter().receive(parts.own(), stream)[1 - group.rank], o.n);
+    product.add = from(half, theirs, o.n);
     product.y.data = from(half, o.y, o.n);
     product.bias = o.bias;
     tiles.multiply(Tiles::caller, product);

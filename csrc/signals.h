@@ -12,7 +12,7 @@ namespace tpfused {
 
 constexpr int most_ranks = 64;
 
-// Up to one word a peer.
+// Up to one word a rank.
 struct Words {
   uint32_t* at[most_ranks];
   int count = 0;

@@ -1,5 +1,7 @@
 #pragma once
 
+#include <utility>
+
 #include "operations.h"
 
 namespace tpfused {
@@ -25,8 +27,8 @@ inline Product as_wanted(Product product, Dw wanted) {
 }
 
 // The matmuls of one operation, on the caller's stream and on one beside it, whose blocks the GPU starts first. What is
-// on both fills the multiprocessors that a matmul's last wave leaves idle. The group's streams follow the caller's
-// beginning of the operation; the one beside it when it is first used, for an event that it waits for takes host time.
+// on both fills the multiprocessors that a matmul's last wave leaves idle. The group's streams follow what is on the
+// caller's when the operation begins; the one beside it does so when it is first used, for that takes the host's time.
 class Tiles {
  public:
   enum Lane { caller = 0, beside = 1 };
@@ -37,19 +39,18 @@ class Tiles {
     if (group.begun().count) tick(group.begun(), stream);
     for (char*& own : workspaces_) own = workspace.take(workspace_bytes(type));
     group.lead(group.transfers);
-    if (group.capturing()) this->stream(beside);  // which would follow what is on the caller's by then, too
+    if (group.capturing()) this->stream(beside);  // later, it would follow more than the beginning
   }
 
-  // All is enqueued. The caller's stream follows what is on its own lane, or joined to it, and all transfers.
+  // All is enqueued. The caller's stream follows the group's.
   void end() {
     follow(streams_[caller], group_.transfers);
-    if (group_.capturing()) join();  // used or not
+    join();
     if (group_.ended().count) tick(group_.ended(), streams_[caller]);
   }
 
   cudaStream_t stream(Lane lane) {
-    if (lane == beside && !has_begun_beside_) group_.lead(streams_[beside]);
-    has_begun_beside_ |= lane == beside;
+    if (lane == beside && !std::exchange(in_use_beside_, true)) group_.lead(streams_[beside]);
     return streams_[lane];
   }
   void multiply(Lane lane, Product product) {
@@ -61,7 +62,9 @@ class Tiles {
     if (wanted != Dw::none) multiply(lane, as_wanted(product, wanted));
   }
   // The caller's stream follows what is on the one beside it.
-  void join() { follow(streams_[caller], streams_[beside]); }
+  void join() {
+    if (std::exchange(in_use_beside_, false)) follow(streams_[caller], streams_[beside]);
+  }
 
   int64_t bytes(int64_t entries) const { return entries * size_of(type_); }
 
@@ -72,7 +75,7 @@ class Tiles {
   Matmul& matmul_;
   cudaStream_t streams_[2];
   char* workspaces_[2];
-  bool has_begun_beside_ = false;
+  bool in_use_beside_ = false;
 };
 
 // A batch of matrices of contiguous rows, of which there are `rows` from one to the next.
