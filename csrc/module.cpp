@@ -210,25 +210,31 @@ bool Call::parse(PyObject* args, const char* name, const char* rest, std::initia
                           own[3], own[4], own[5], own[6], own[7]);
 }
 
-// Enqueues an operation.
-template <typename Operation>
-PyObject* run(const char* name, void (*function)(Group&, Tier, const Operation&, Workspace, cudaStream_t),
-              const Call& call, const Operation& operation) {
+// Calls `body`, which enqueues an operation of the group on `stream`.
+template <typename Body>
+PyObject* enqueue(const char* name, Group& group, cudaStream_t stream, Body body) {
   return unlocked([&] {
-    auto& group = call.owner();
     DeviceGuard guard(group.device);  // stream 0 is of the device that is current
-    auto stream = at<CUstream_st>(call.stream);
-    Workspace workspace(at<void>(call.workspace), call.workspace_bytes);
     std::lock_guard<std::mutex> lock(group.mutex);
     group.check_alive();
     try {
       group.begin(name, stream);
-      function(group, static_cast<Tier>(call.tier), operation, workspace, stream);
+      body();
       group.end(stream);
     } catch (const std::exception& error) {
       group.fail(std::string(name) + " was broken off: " + error.what());  // the peers count on the rest of it
       throw;
     }
+  });
+}
+
+template <typename Operation>
+PyObject* run(const char* name, void (*function)(Group&, Tier, const Operation&, Workspace, cudaStream_t),
+              const Call& call, const Operation& operation) {
+  auto stream = at<CUstream_st>(call.stream);
+  return enqueue(name, call.owner(), stream, [&] {
+    Workspace workspace(at<void>(call.workspace), call.workspace_bytes);
+    function(call.owner(), static_cast<Tier>(call.tier), operation, workspace, stream);
   });
 }
 
@@ -369,6 +375,18 @@ PyObject* run_matmul_all_gather(PyObject*, PyObject* args) {
   return run("matmul_all_gather", matmul_all_gather, c, operation);
 }
 
+PyObject* run_all_reduce(PyObject*, PyObject* args) {
+  long long address, stream, x, y, n;
+  int type;
+  if (!PyArg_ParseTuple(args, "LLiLLL:all_reduce", &address, &stream, &type, &n, &x, &y)) return nullptr;
+  auto& group = *at<Group>(address);
+  return enqueue("all_reduce", group, at<CUstream_st>(stream), [&] {
+    SmallSum sum{1, n, static_cast<Type>(type), at<void>(x), nullptr, at<void>(y), nullptr, false};
+    if (!is_small_sum(group, sum.rows, sum.n, sum.type)) throw std::runtime_error("not of whole 16 bytes, or too much");
+    small_all_reduce(group, sum, at<CUstream_st>(stream));
+  });
+}
+
 PyMethodDef methods[] = {
     {"build_info", build_info, METH_NOARGS,
      "What this was compiled with, and the NCCL that was loaded; versions as the libraries' own integers."},
@@ -415,6 +433,8 @@ PyMethodDef methods[] = {
      "whole_input_backward(" CALL_NAMES "dpre, dx, dw, wants_dw): a MatmulAllReduce with dw, see operations.h."},
     {"matmul_all_gather", run_matmul_all_gather, METH_VARARGS,
      "matmul_all_gather(" CALL_NAMES "y, activation, bias, pre); see operations.h."},
+    {"all_reduce", run_all_reduce, METH_VARARGS,
+     "all_reduce(group, stream, type, n, x, y): a SmallSum of n numbers, see small_sums.h."},
     {nullptr, nullptr, 0, nullptr},
 };
 

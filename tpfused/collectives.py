@@ -67,9 +67,15 @@ def _observed(name: str, tensor: Tensor) -> Iterator[None]:
 
 def all_reduce(x: Tensor, group: TPGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor:
     """A new tensor: `x` reduced over the group. No gradient."""
-    out = x.detach().clone(memory_format=torch.contiguous_format)
-    if group.size * group.replicas > 1 and out.numel():
-        with _observed("all_reduce", out):
+    from tpfused.overlap.small_sums import small_all_reduce  # which needs this module
+
+    x = x.detach()
+    if group.size * group.replicas == 1 or not x.numel():
+        return x.clone(memory_format=torch.contiguous_format)
+    with _observed("all_reduce", x):
+        out = small_all_reduce(x, group) if op == dist.ReduceOp.SUM else None
+        if out is None:
+            out = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(out, op, group.process_group)
     return out
 

@@ -10,6 +10,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
@@ -29,6 +30,15 @@ class Module:
 
     def __init__(self, tp: TPGroup):
         self.tp = tp
+
+    def all_reduce(self, handle, stream, type_code, n, x, y):
+        dtype = DTYPES[type_code]
+        assert (handle, stream) == (1, 2) and 0 < n * dtype.itemsize <= calls.MOST_REDUCED and y != x
+        assert not (n * dtype.itemsize % 16 or x % 16 or y % 16)
+        whole = Call(self.tp, dtype, 1, 1, 1, 0, n, x)
+        sums = whole.read(x, 1, n).clone()
+        dist.all_reduce(sums, group=self.tp.process_group)
+        whole.at(y, 1, n).copy_(sums)
 
     def __getattr__(self, name):
         def run(handle, tier, stream, workspace, workspace_bytes, type_code, *arguments):
@@ -174,7 +184,10 @@ def stand_in() -> Iterator[None]:
 
     def place_of(group, device, capturing, operation):
         communicator = made.setdefault(group.process_group, Communicator(group))
-        return choice._Place(communicator, Communicator.tiers, "stand-in")
+        place = choice._places[group.process_group, device] = choice._Place(
+            communicator, Communicator.tiers, "stand-in"
+        )
+        return place
 
     def lap(run: partial, calls: int, device: torch.device) -> float:
         run()

@@ -16,6 +16,9 @@ MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of
 # Bytes that one kernel gathers: of all ranks' rows (`most_gathered` of csrc/small_rows.h and, at most as many, the own
 # ones), and of a rank's features (`most_features_gathered`).
 MOST_GATHERED, MOST_FEATURES_GATHERED = 2 * 2**20, 8 * 2**20
+MOST_REDUCED = (
+    256 * 2**10
+)  # bytes, of which one kernel takes less time than NCCL does: `one_shot_bytes` of small_sums.cu
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # for which a group keeps a workspace: it is used in one stream's order
@@ -147,6 +150,15 @@ def matmul_all_gather(
     more = features, layout, y.data_ptr(), epilogue, _address(bias), _address(pre)
     _run(link, "matmul_all_gather", plan, x, plan.total * features, staged, *more)
     return y, pre
+
+
+def all_reduce(communicator: Communicator, x: Tensor) -> Tensor:
+    """By peers' memory: at most MOST_REDUCED bytes, in multiples of 16."""
+    x = _aligned(x)
+    y = torch.empty_like(x)
+    stream = torch._C._cuda_getCurrentRawStream(x.get_device())
+    communicator.module.all_reduce(communicator.handle, stream, TYPES[x.dtype], x.numel(), x.data_ptr(), y.data_ptr())
+    return y
 
 
 def _backward(

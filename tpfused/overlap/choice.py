@@ -102,6 +102,12 @@ def tiers_of(group: TPGroup, device: torch.device) -> tuple[str, ...]:
     return _place_of(group, device, capturing=False, operation="tiers_of").tiers
 
 
+def peers_of(group: TPGroup, x: Tensor) -> Communicator | None:
+    """The group's communicator on x's GPU, where they reach each other's memory, once `choose` has made one."""
+    place = _places.get((group.process_group, x.device)) if _is_on_gpu(x) and group.replicas == 1 else None
+    return place.communicator if place is not None and "p2p" in place.tiers else None
+
+
 def made() -> list[Choice]:
     """The choices of this process, for `explain`; the same ones, made in other groups or for other reasons, once."""
     told: list[Choice] = []

@@ -55,6 +55,8 @@ def act_gradient(
     """-> the gradients of the pre-activation (dy itself without an activation), contiguous, and of the bias. `kept`:
     the pre-activation, after relu the result."""
     dy = dy.contiguous()
+    if activation is None and not needs_bias:
+        return dy, None
     if dy.is_cuda:
         dpre, dbias = act_backward(dy, kept, ACTIVATIONS[activation], needs_bias)
         return dpre, dbias if needs_bias else None

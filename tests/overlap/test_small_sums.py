@@ -1,0 +1,128 @@
+"""Sums of few numbers through peers' memory, in place of torch's all-reduce."""
+
+import random
+
+import pytest
+import torch
+
+from tests.compare import Block, assert_within_rule
+from tests.overlap.cases import Errors, largest, largest_error, perhaps_late, poisoned
+from tests.overlap.test_operations import forced
+from tpfused.collectives import all_reduce
+from tpfused.group import resolve_group
+from tpfused.layers.norm import Norm
+from tpfused.overlap import calls
+from tpfused.overlap.choice import tiers_of
+from tpfused.overlap.tiers import tier
+
+MOST = calls.MOST_REDUCED
+
+
+def counted(patch):
+    """The list of the sums that are made through peers' memory from now on."""
+    made, call = [], calls.all_reduce
+    patch.setattr(calls, "all_reduce", lambda *args: (made.append(args), call(*args))[1])
+    return made
+
+
+def given(block, n, dtype):
+    """Each rank's numbers, the same on all of them, and this one's."""
+    whole = block.randn(block.tp, n, dtype=dtype)
+    return whole, whole[block.rank].clone()
+
+
+def check_sums(ctx, tp, seed):
+    block = Block(ctx, tp, "group", seed)
+    group = resolve_group(block.group)
+    with pytest.MonkeyPatch.context() as patch, forced(ctx, tp, "first"):
+        made = counted(patch)
+        before = given(block, 8, torch.float32)[1]
+        all_reduce(before, group)
+        assert not made  # while the group has no memory for it
+        tiers_of(group, ctx.device)
+        for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
+            size = dtype.itemsize
+            for n, fits in ((16 // size, 1), (4096, 1), (MOST // size, 1), (MOST // size + 16 // size, 0), (3, 0)):
+                fits = fits and tp > 1 and dtype != torch.float64
+                whole, mine = given(block, n, dtype)
+                exact, eager = whole.double().sum(0), whole.sum(0)
+                odd = torch.empty(n + 1, dtype=dtype, device=ctx.device)[1:].copy_(mine)
+                apart = torch.stack((mine, mine), -1)[:, 0]
+                for name, x in {"": mine, "not aligned": odd, "not contiguous": apart, "view": mine.view(1, n)}.items():
+                    made.clear()
+                    with poisoned():
+                        y = all_reduce(x, group)
+                    where = f"{n} numbers of {dtype} {name}"
+                    assert len(made) == fits and y.shape == x.shape and y.data_ptr() != x.data_ptr(), where
+                    assert_within_rule(y.view(-1), exact, eager, lambda x: x, where)
+                    assert torch.equal(x.view(-1) if name == "view" else x, mine), where
+
+
+def check_tiers(ctx, tp, seed):
+    """Some leave all to torch's collective, as what is no sum is left to it."""
+    block = Block(ctx, tp, "group", seed)
+    group = resolve_group(block.group)
+    whole, mine = given(block, 64, torch.float32)
+    with pytest.MonkeyPatch.context() as patch, forced(ctx, tp, "first"):
+        tiers_of(group, ctx.device)
+        made = counted(patch)
+        for name in ("nccl", "sequential", "reference"):
+            with tier(name):
+                torch.testing.assert_close(all_reduce(mine, group), whole.sum(0))
+        assert torch.equal(all_reduce(mine, group, torch.distributed.ReduceOp.MAX), whole.amax(0))
+        assert not made
+        for name in ("p2p", "measured"):
+            with tier(name):
+                torch.testing.assert_close(all_reduce(mine, group), whole.sum(0))
+        assert len(made) == 2
+
+
+def check_norms(ctx, tp, seed):
+    """What a norm's weights get: a sum each."""
+    block = Block(ctx, tp, "group", seed)
+    with pytest.MonkeyPatch.context() as patch, forced(ctx, tp, "first"):
+        tiers_of(resolve_group(block.group), ctx.device)
+        made = counted(patch)
+        norm = Norm("layernorm", 64, sequence_parallel=True, device=ctx.device, **block.place)
+        x, grad = (block.randn(4 * tp, 64, dtype=torch.float32) for _ in range(2))
+        norm(block.own(x, 0)).backward(block.own(grad, 0))
+        assert len(made) == 2
+        torch.testing.assert_close(norm.bias.grad, grad.sum(0))
+
+
+@pytest.mark.parametrize("tp", [2, 4], indirect=True)
+@pytest.mark.parametrize("check", [check_sums, check_tiers, check_norms])
+def test_small_sums(workers, tp, seed, check):
+    workers.run(check, tp, seed)
+
+
+def check_replays(ctx, steps, seed):
+    """In graphs and eager, in turn, with ranks that are late."""
+    rng, block = random.Random(seed), Block(ctx, ctx.world, "group", seed)
+    group = resolve_group(block.group)
+    with poisoned(), torch.no_grad(), tier("p2p"):
+        tiers_of(group, ctx.device)
+        runs = []
+        for n in (8, 4096, MOST // 2):
+            whole, mine = given(block, n, torch.bfloat16)
+            expected = [whole.sum(0)]
+            all_reduce(mine, group)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                result = all_reduce(mine, group)
+            runs.append((mine, graph, [result], expected, [largest(expected[0])]))
+        errors = Errors(ctx, [str(index) for index in range(len(runs))])
+        for _ in range(steps):
+            index, replayed = rng.randrange(len(runs)), rng.random() < 0.5
+            mine, graph, results, expected, scales = runs[index]
+            perhaps_late(ctx, rng)
+            if replayed:
+                graph.replay()
+            errors.add(index, largest_error(results if replayed else [all_reduce(mine, group)], expected, scales))
+        errors.check(f"after {steps} steps")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+def test_replays(ranks, seed):
+    ranks.run(check_replays, 500, seed)
