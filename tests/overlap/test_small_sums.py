@@ -27,6 +27,7 @@ def counted(patch):
 
 def given(block, n, dtype):
     """Each rank's numbers, the same on all of them, and this one's."""
+    torch.manual_seed(block.seed + n)
     whole = block.randn(block.tp, n, dtype=dtype)
     return whole, whole[block.rank].clone()
 
@@ -83,6 +84,7 @@ def check_norms(ctx, tp, seed):
     with pytest.MonkeyPatch.context() as patch, forced(ctx, tp, "first"):
         tiers_of(resolve_group(block.group), ctx.device)
         made = counted(patch)
+        torch.manual_seed(block.seed)
         norm = Norm("layernorm", 64, sequence_parallel=True, device=ctx.device, **block.place)
         x, grad = (block.randn(4 * tp, 64, dtype=torch.float32) for _ in range(2))
         norm(block.own(x, 0)).backward(block.own(grad, 0))
