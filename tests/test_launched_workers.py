@@ -190,3 +190,30 @@ def test_workers_end_with_their_parent(how, is_stopped):
     assert parent.wait() == -how
     parent.stdout.close()
     assert ended(pids)
+
+
+@pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_a_signal_that_interrupts_no_wait(how):
+    """Another thread of the parent gets it, as that may that comes just before the parent waits."""
+    program = (
+        "import signal, threading, time\n"
+        "from tests.test_launched_workers import wait_forever\n"
+        "from tpfused.workers import run_workers\n"
+        "def get_signal():\n"
+        "    time.sleep(1)\n"
+        f"    signal.pthread_kill(threading.get_ident(), {int(how)})\n"
+        "    time.sleep(600)\n"
+        "def tell(name, pid):\n"
+        "    print(pid, flush=True)\n"
+        "    threading.Thread(target=get_signal, daemon=True).start()\n"
+        "if __name__ == '__main__':\n"
+        "    run_workers(wait_forever, None, 1, tell)\n"
+    )
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    )
+    try:
+        out, _ = parent.communicate(timeout=60)
+    finally:
+        parent.kill()
+    assert parent.returncode == -how and ended(map(int, out.split()))

@@ -9,6 +9,7 @@ import importlib
 import multiprocessing
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -116,7 +117,8 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
                 processes.append(process)
                 sender.close()
                 pipes[receiver] = rank
-        _listen(processes, pipes, on_event)
+        with _signals() as signals:
+            _listen(processes, pipes, signals, on_event)
 
 
 def join_group(worker: Worker, device: "torch.device", timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
@@ -136,30 +138,33 @@ def join_group(worker: Worker, device: "torch.device", timeout_s: float = COLLEC
     )
 
 
-def _listen(processes, pipes, on_event) -> None:
-    """Pass the workers' events on until all have ended well; raise the first cause once one has not."""
+def _listen(processes, pipes, signals, on_event) -> None:
+    """Pass the workers' events on until all have ended well; raise the first cause once one has not. `signals`: what
+    `_signals` gives."""
     waiting = {process.sentinel: rank for rank, process in enumerate(processes)}
     failures = {}  # rank -> (order, WorkerFailed)
     deadline = None
     while waiting or pipes:
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
-        ready = connection.wait([*waiting, *pipes], timeout)
+        ready = connection.wait([*waiting, *pipes, signals], timeout)
         for item in ready:
-            if item in waiting:
+            if item is signals:
+                signals.recv(4096)
+            elif item in waiting:
                 rank = waiting.pop(item)
                 failure = _exit_failure(rank, processes[rank])
                 if failure is not None:
                     failures.setdefault(rank, failure)
-                continue
-            try:
-                name, payload = item.recv()
-            except (EOFError, OSError):  # ended, or killed in the middle of a message
-                pipes.pop(item)
-                continue
-            if name == "failed":
-                failures[pipes[item]] = payload
             else:
-                on_event(name, payload)
+                try:
+                    name, payload = item.recv()
+                except (EOFError, OSError):  # ended, or killed in the middle of a message
+                    pipes.pop(item)
+                    continue
+                if name == "failed":
+                    failures[pipes[item]] = payload
+                else:
+                    on_event(name, payload)
         if failures and deadline is None:
             deadline = time.monotonic() + SETTLE_S
         if failures and (time.monotonic() >= deadline or not ready):
@@ -227,6 +232,22 @@ def _ending(processes):
         _stop(processes)
         for number in numbers:
             signal.signal(number, signal.SIG_DFL)
+
+
+@contextmanager
+def _signals():
+    """A socket that can be read once a signal has come. Its handler runs between two steps of Python in the main
+    thread, and a wait ends only by a signal that this thread gets in it: not just before, and not another thread."""
+    receiver, sender = socket.socketpair()
+    is_main = threading.current_thread() is threading.main_thread()
+    with receiver, sender:
+        sender.setblocking(False)
+        before = signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False) if is_main else -1
+        try:
+            yield receiver
+        finally:
+            if is_main:
+                signal.set_wakeup_fd(before)
 
 
 @contextmanager
