@@ -1,9 +1,12 @@
 """Sums of few numbers through peers' memory, in place of torch's all-reduce."""
 
 import random
+from contextlib import contextmanager
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.compare import Block, assert_within_rule
 from tests.overlap.cases import Errors, largest, largest_error, perhaps_late, poisoned
@@ -12,8 +15,8 @@ from tpfused.collectives import all_reduce
 from tpfused.group import resolve_group
 from tpfused.layers.norm import Norm
 from tpfused.overlap import calls
-from tpfused.overlap.choice import tiers_of
-from tpfused.overlap.tiers import tier
+from tpfused.overlap.choice import peers_of, tiers_of
+from tpfused.overlap.tiers import deterministic, tier
 
 MOST = calls.MOST_REDUCED
 
@@ -32,19 +35,37 @@ def given(block, n, dtype):
     return whole, whole[block.rank].clone()
 
 
+@contextmanager
+def without_memory(group, x):
+    """After the ranks failed to get more memory that peers write; a stand-in only says so."""
+    communicator = peers_of(group, x)
+    with pytest.MonkeyPatch.context() as patch:
+        if x.is_cuda:
+            patch.setattr(
+                communicator, "module", SimpleNamespace(**(vars(communicator.module) | {"group_allocate": None}))
+            )
+            with pytest.warns(UserWarning, match="no memory that peers can write"), pytest.raises(RuntimeError):
+                communicator.reserve(communicator._slot_bytes + 1, "a test")
+        else:
+            patch.setattr(communicator, "has_peers", False)
+        yield
+    if x.is_cuda:
+        communicator.reserve(1, "a test")
+
+
 def check_sums(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     group = resolve_group(block.group)
     with pytest.MonkeyPatch.context() as patch, forced(ctx, tp, "first"):
         made = counted(patch)
-        before = given(block, 8, torch.float32)[1]
-        all_reduce(before, group)
-        assert not made  # while the group has no memory for it
+        if ctx.device.type == "cpu":  # else an earlier test's group may have memory for it already
+            all_reduce(given(block, 8, torch.float32)[1], group)
+            assert not made
         tiers_of(group, ctx.device)
         for dtype in (torch.bfloat16, torch.float16, torch.float32, torch.float64):
             size = dtype.itemsize
             for n, fits in ((16 // size, 1), (4096, 1), (MOST // size, 1), (MOST // size + 16 // size, 0), (3, 0)):
-                fits = fits and tp > 1 and dtype != torch.float64
+                fits = fits and dtype != torch.float64
                 whole, mine = given(block, n, dtype)
                 exact, eager = whole.double().sum(0), whole.sum(0)
                 odd = torch.empty(n + 1, dtype=dtype, device=ctx.device)[1:].copy_(mine)
@@ -67,10 +88,14 @@ def check_tiers(ctx, tp, seed):
     with pytest.MonkeyPatch.context() as patch, forced(ctx, tp, "first"):
         tiers_of(group, ctx.device)
         made = counted(patch)
-        for name in ("nccl", "sequential", "reference"):
-            with tier(name):
+        others = [tier(name) for name in ("nccl", "sequential", "reference")]
+        for otherwise in (*others, deterministic(), without_memory(group, mine)):
+            with otherwise:
                 torch.testing.assert_close(all_reduce(mine, group), whole.sum(0))
-        assert torch.equal(all_reduce(mine, group, torch.distributed.ReduceOp.MAX), whole.amax(0))
+        with pytest.MonkeyPatch.context() as detail:
+            detail.setattr(dist, "get_debug_level", lambda: dist.DebugLevel.DETAIL)
+            torch.testing.assert_close(all_reduce(mine, group), whole.sum(0))
+        assert torch.equal(all_reduce(mine, group, dist.ReduceOp.MAX), whole.amax(0))
         assert not made
         for name in ("p2p", "measured"):
             with tier(name):

@@ -32,8 +32,9 @@ A line's number is the largest error of any output or gradient on any rank, as a
 share of what is allowed: twice plain PyTorch's own error in the same dtype and
 two roundings (in float64 a hundred, for there is nothing more exact), tenfold
 for chains of operations: all but the results of single operations that add
-nothing over the ranks. In float32 those count as chains too. In 16 bits so are
-the root mean squares, of all values and of a row, but never tenfold.
+nothing over the ranks. In float32 those count as chains too. In 16 bits the
+root mean squares, of all values and of a row, are compared as well, and never
+tenfold.
 
 A case by a tier that these GPUs do not have, "p2p" without peer access or both
 without the extension, is skipped, and the end says why: it is not wrong.

@@ -21,8 +21,8 @@ class IdCheck:
 
     On the CPU, and with mode "sync", bad ids raise at once, in compiled code too. On a GPU in mode "async" the caller
     writes NaN, so that nothing computed from bad ids looks right. In eager calls the extremes are copied to the host
-    beside the work, too, and a bad one raises at this check's next call. Compiled code and CUDA graphs tell of nothing
-    but by NaN: a graph's capture in mode "sync", too. Nothing is checked in mode "off".
+    beside the work, too, and a bad one raises at this check's next call; compiled code tells of it by NaN only, and so
+    does a CUDA graph, in mode "sync" too. Nothing is checked in mode "off".
     """
 
     def __init__(self, what: str):

@@ -16,9 +16,8 @@ MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of
 # Bytes that one kernel gathers: of all ranks' rows (`most_gathered` of csrc/small_rows.h and, at most as many, the own
 # ones), and of a rank's features (`most_features_gathered`).
 MOST_GATHERED, MOST_FEATURES_GATHERED = 2 * 2**20, 8 * 2**20
-MOST_REDUCED = (
-    256 * 2**10
-)  # bytes, of which one kernel takes less time than NCCL does: `one_shot_bytes` of small_sums.cu
+# Bytes of a sum, for which there is room beside any slot: `one_shot_bytes` of csrc/small_sums.cu.
+MOST_REDUCED = 256 * 2**10
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # for which a group keeps a workspace: it is used in one stream's order

@@ -103,9 +103,11 @@ def tiers_of(group: TPGroup, device: torch.device) -> tuple[str, ...]:
 
 
 def peers_of(group: TPGroup, x: Tensor) -> Communicator | None:
-    """The group's communicator on x's GPU, where they reach each other's memory, once `choose` has made one."""
+    """The group's communicator on x's GPU, once `choose` has made one, where the ranks have memory that peers write:
+    not after they failed to get more of it. The same on all ranks."""
     place = _places.get((group.process_group, x.device)) if _is_on_gpu(x) and group.replicas == 1 else None
-    return place.communicator if place is not None and "p2p" in place.tiers else None
+    communicator = None if place is None else place.communicator
+    return communicator if communicator is not None and communicator.has_peers else None
 
 
 def made() -> list[Choice]:

@@ -122,6 +122,11 @@ class Communicator:
             raise RuntimeError(f"a rank could not get {slot_bytes / 2**20:.0f} MiB of memory for its peers to write")
 
     @property
+    def has_peers(self) -> bool:
+        """Whether all ranks have memory that their peers write; the same on each."""
+        return self.handle != 0 and self._slot_bytes > 0
+
+    @property
     def peer_bytes(self) -> int:
         """Of this rank's memory that its peers write. It is not of torch's allocator."""
         return self.module.group_peer_bytes(self.handle) if self.handle else 0

@@ -7,6 +7,7 @@ backward pass under sequence parallelism.
 from __future__ import annotations
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Parameter
 
@@ -14,19 +15,22 @@ from tpfused.group import GROUPS, TPGroup
 from tpfused.overlap import calls
 from tpfused.overlap.choice import peers_of
 from tpfused.overlap.communicator import TYPES
-from tpfused.overlap.tiers import wanted
+from tpfused.overlap.tiers import exact, wanted
 
 TIERS = ("measured", "first", "p2p")  # asked for, under which this may run
 
 
 def small_all_reduce(x: Tensor, group: TPGroup) -> Tensor | None:
-    """A new tensor, added in float32 in the ranks' order; None where it is for torch's collective. All ranks get the
-    same, as they have tensors of the same size and dtype.
+    """A new tensor, added in float32 in the ranks' order; None where it is for torch's collective: that of all ranks,
+    as they have tensors of the same size and dtype. Also in `deterministic`, where all tiers add alike, and under
+    TORCH_DISTRIBUTED_DEBUG=DETAIL, which looks whether the ranks' tensors are the same.
 
     Raises:
         RuntimeError: an earlier operation of the group was given up.
     """
     if torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or x.dtype not in TYPES:
+        return None
+    if exact[-1] or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         return None
     size = x.numel() * x.element_size()
     if size > calls.MOST_REDUCED or size % 16 or wanted[-1] not in TIERS or group.process_group not in GROUPS:
