@@ -8,6 +8,7 @@ import time
 
 import pytest
 
+from tests.signals import as_in_a_terminal
 from tpfused.cli.errors import UserError
 from tpfused.workers import WorkerFailed, run_workers, torchrun_worker
 
@@ -182,7 +183,9 @@ def test_workers_end_with_their_parent(how, is_stopped):
         "if __name__ == '__main__':\n"
         "    run_workers(wait_forever, None, 2, lambda name, payload: print(payload, flush=True))\n"
     )
-    parent = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
+    parent = subprocess.Popen(
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, text=True, preexec_fn=as_in_a_terminal
+    )
     pids = [int(parent.stdout.readline()) for _ in range(2)]
     if is_stopped:
         os.kill(pids[1], signal.SIGSTOP)
@@ -210,7 +213,11 @@ def test_a_signal_that_interrupts_no_wait(how):
         "    run_workers(wait_forever, None, 1, tell)\n"
     )
     parent = subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        [sys.executable, "-c", program],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        preexec_fn=as_in_a_terminal,
     )
     try:
         out, _ = parent.communicate(timeout=60)

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.signals import as_in_a_terminal
 from tpfused.cli import main
 
 COMMAND = [sys.executable, "-m", "tpfused", "train", "--device", "cpu"]
@@ -105,7 +106,9 @@ class Running:
     def __init__(self, folder: Path):
         self.out = folder / "out"
         with self.out.open("w") as out:
-            self.process = subprocess.Popen(ENDLESS, stdout=out, stderr=subprocess.STDOUT, start_new_session=True)
+            self.process = subprocess.Popen(
+                ENDLESS, stdout=out, stderr=subprocess.STDOUT, start_new_session=True, preexec_fn=as_in_a_terminal
+            )
         deadline = time.monotonic() + TIMEOUT
         while "step 1/" not in self.out.read_text():
             assert self.process.poll() is None and time.monotonic() < deadline, self.out.read_text()
