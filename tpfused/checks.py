@@ -84,6 +84,7 @@ def check_input(x: Tensor, features: int, weight: Tensor, layer: str, part_of: i
         part = ""
         if part_of not in (None, features):
             part = f", this rank's part of {part_of} as a column-parallel layer leaves it"
+            part += " (input_is_parallel=False takes a whole one)"
         raise ValueError(
             f"{layer}: expected an input of {features} features in its last dimension{part}, got shape {tuple(x.shape)}"
         )

@@ -106,8 +106,9 @@ class ParallelModule(nn.Module):
             # the whole has this shard: a row's norm, say, is over all ranks' columns.
             raise ValueError(
                 f"{type(self).__name__}.{name}, one of {self._shards[name].group.size} ranks' shards, is parametrized "
-                f"or pruned: gradients would be clipped by this rank's norm only; make that permanent first, or build "
-                f"the layer with mesh=, whose DTensors know how they are split"
+                f"or pruned: nobody knows how what it is computed from is split, to compute, clip or save it as a part "
+                f"of the whole; make that permanent first (remove_parametrizations, prune.remove), or build the layer "
+                f"with mesh=, whose DTensors know"
             )
         if name in self._shards and isinstance(param, nn.Parameter) and shard_info(param) is None:
             # FSDP2 puts parameters of its own in the place of ours. It knows of a shard only if that is a DTensor, and
@@ -144,11 +145,11 @@ class ParallelModule(nn.Module):
         weight = self._parameters.get("weight")
         if self._is_computed("weight") or (isinstance(weight, nn.Parameter) and not hasattr(weight, "tp_shard")):
             raise ValueError(
-                f"{type(self).__name__}.weight is to have its gradient added to a main_grad (accumulate_main_grad, or "
-                f"Megatron's gradient_accumulation_fusion), but forward has another tensor in its place, as under "
-                f"FSDP2, or where it is parametrized or pruned: a main_grad would not be added to. Leave that off, or "
-                f"leave the weight as it is (fully_shard's ignored_params); one of your own is to be assigned as an "
-                f"attribute"
+                f"{type(self).__name__} has accumulate_main_grad=True (Megatron: gradient_accumulation_fusion), but "
+                f"forward computes with another tensor than its own parameter {type(self).__name__}.weight, as FSDP2 "
+                f"makes it do, a parametrization, or pruning: that one's main_grad would stay as it is. Leave the "
+                f"option off, or the weight out of these (fully_shard's ignored_params); a weight of your own is to be "
+                f"set as layer.weight = ..."
             )
 
     def _is_computed(self, name: str) -> bool:

@@ -162,7 +162,10 @@ def model_entries(model: nn.Module, *, tied_again: bool = False) -> Iterator[Ent
         shards, stored_as = getattr_static(module, "_shards", ()), getattr_static(module, "stored_as", None)
         hidden = [name for name in shards if module._parameters.get(name) is None]
         if hidden:
-            raise ValueError(f"{'.'.join((*path, hidden[0]))} is parametrized or pruned; make that permanent first")
+            raise ValueError(
+                f"{'.'.join((*path, hidden[0]))} is parametrized or pruned; make that permanent first "
+                f"(remove_parametrizations, prune.remove), or build the layer with mesh="
+            )
         for child, packing in getattr_static(module, "packed_children", {}).items():
             packed[*path, child] = packing, [(*path, name) for name in packing.names]
         packing, paths = packed.get(path, (stored_as, [path]))

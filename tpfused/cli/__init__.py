@@ -17,7 +17,7 @@ from tpfused.overlap.tiers import why_invalid
 COMMANDS = {
     "info": "show versions, GPUs and their links, and what tpfused uses here",
     "train": "train a tensor-parallel Transformer beside its dense twin",
-    "check": "compare every operation and layer with the dense computation, on your GPUs",
+    "check": "compare every operation and layer with the dense computation, on your GPUs or CPU",
     "bench": "measure kernels, collectives and models on this machine beside what others have",
     "plan": "predict memory, traffic and time of a model at each degree of parallelism",
 }
