@@ -156,6 +156,32 @@ class Errors:
         assert not wrong, f"{when}: errors relative to a typical value {wrong}"
 
 
+def check_in_turn(
+    ctx: Context,
+    rng: random.Random,
+    runs: Sequence[tuple[Callable[[], Sequence[Tensor]], Sequence[Tensor]]],
+    steps: int,
+) -> None:
+    """Calls, each with what it is to give, in random order, eager and replayed from CUDA graphs, with ranks that are
+    late. `rng` is in the same state on every rank."""
+    captured = []
+    for run, expected in runs:
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = run()
+        captured.append((run, graph, results, expected, [largest(y) for y in expected]))
+    errors = Errors(ctx, [str(index) for index in range(len(runs))])
+    for _ in range(steps):
+        index, replayed = rng.randrange(len(runs)), rng.random() < 0.5
+        run, graph, results, expected, scales = captured[index]
+        perhaps_late(ctx, rng)
+        if replayed:
+            graph.replay()
+        errors.add(index, largest_error(results if replayed else run(), expected, scales))
+    errors.check(f"after {steps} steps")
+
+
 @contextmanager
 def poisoned() -> Iterator[None]:
     """New memory has NaN in it, and a CUDA graph's again at each replay: what is read too early shows."""

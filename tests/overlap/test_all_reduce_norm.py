@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 
 from tests.compare import Block, assert_close, assert_within_rule, refuses
-from tests.overlap.cases import Errors, largest, largest_error, perhaps_late, poisoned
+from tests.overlap.cases import check_in_turn, poisoned
 from tests.overlap.test_operations import forced, poison
 from tpfused import reference
 from tpfused.overlap import calls
@@ -164,20 +164,8 @@ def check_replays(ctx, steps, seed):
             for run in (alone, joined):
                 with tier("reference"):
                     expected = [y.clone() for y in run()]
-                run()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    results = run()
-                runs.append((run, graph, results, expected, [largest(y) for y in expected]))
-        errors = Errors(ctx, [str(index) for index in range(len(runs))])
-        for _ in range(steps):
-            index, replayed = rng.randrange(len(runs)), rng.random() < 0.5
-            run, graph, results, expected, scales = runs[index]
-            perhaps_late(ctx, rng)
-            if replayed:
-                graph.replay()
-            errors.add(index, largest_error(results if replayed else run(), expected, scales))
-        errors.check(f"after {steps} steps")
+                runs.append((run, expected))
+        check_in_turn(ctx, rng, runs, steps)
 
 
 @torch.no_grad()

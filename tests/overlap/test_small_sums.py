@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from tests.compare import Block, assert_within_rule
-from tests.overlap.cases import Errors, largest, largest_error, perhaps_late, poisoned
+from tests.overlap.cases import check_in_turn, poisoned
 from tests.overlap.test_operations import forced
 from tpfused.collectives import all_reduce
 from tpfused.group import resolve_group
@@ -132,21 +132,8 @@ def check_replays(ctx, steps, seed):
         runs = []
         for n in (8, 4096, MOST // 2):
             whole, mine = given(block, n, torch.bfloat16)
-            expected = [whole.sum(0)]
-            all_reduce(mine, group)
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph):
-                result = all_reduce(mine, group)
-            runs.append((mine, graph, [result], expected, [largest(expected[0])]))
-        errors = Errors(ctx, [str(index) for index in range(len(runs))])
-        for _ in range(steps):
-            index, replayed = rng.randrange(len(runs)), rng.random() < 0.5
-            mine, graph, results, expected, scales = runs[index]
-            perhaps_late(ctx, rng)
-            if replayed:
-                graph.replay()
-            errors.add(index, largest_error(results if replayed else [all_reduce(mine, group)], expected, scales))
-        errors.check(f"after {steps} steps")
+            runs.append((lambda mine=mine: [all_reduce(mine, group)], [whole.sum(0)]))
+        check_in_turn(ctx, rng, runs, steps)
 
 
 @pytest.mark.gpu

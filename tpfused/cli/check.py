@@ -19,7 +19,7 @@ CPU (gloo) where there is no GPU.
 
 EXAMPLES = """\
 examples:
-  tpfused check                            everything: two GPUs take a minute or two
+  tpfused check                            everything, in about two minutes
   tpfused check --case all_gather_matmul   the cases with that in their name
   tpfused check --list                     what there is to check
   tpfused check --seed 7 --case "ParallelMLP bf16 tp2"
