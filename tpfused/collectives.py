@@ -73,7 +73,7 @@ def all_reduce(x: Tensor, group: TPGroup, op: dist.ReduceOp.RedOpType = dist.Red
     if group.size * group.replicas == 1 or not x.numel():
         return x.clone(memory_format=torch.contiguous_format)
     with _observed("all_reduce", x):
-        out = small_all_reduce(x, group) if op == dist.ReduceOp.SUM else None
+        out = small_all_reduce(x, group, op)
         if out is None:
             out = x.clone(memory_format=torch.contiguous_format)
             dist.all_reduce(out, op, group.process_group)

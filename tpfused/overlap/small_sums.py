@@ -20,15 +20,17 @@ from tpfused.overlap.tiers import exact, wanted
 TIERS = ("measured", "first", "p2p")  # asked for, under which this may run
 
 
-def small_all_reduce(x: Tensor, group: TPGroup) -> Tensor | None:
+def small_all_reduce(x: Tensor, group: TPGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor | None:
     """A new tensor, added in float32 in the ranks' order; None where it is for torch's collective: that of all ranks,
-    as they have tensors of the same size and dtype. Also in `deterministic`, where all tiers add alike, and under
-    TORCH_DISTRIBUTED_DEBUG=DETAIL, which looks whether the ranks' tensors are the same.
+    as they have tensors of the same size and dtype. Also for another `op`, in `deterministic`, where all tiers add
+    alike, and under TORCH_DISTRIBUTED_DEBUG=DETAIL, which looks whether the ranks' tensors are the same.
 
     Raises:
         RuntimeError: an earlier operation of the group was given up.
     """
-    if torch.compiler.is_compiling() or type(x) not in (Tensor, Parameter) or x.dtype not in TYPES:
+    if torch.compiler.is_compiling():  # first: torch 2.11's compiler cannot compare what `op` is of
+        return None
+    if op != dist.ReduceOp.SUM or type(x) not in (Tensor, Parameter) or x.dtype not in TYPES:
         return None
     if exact[-1] or dist.get_debug_level() == dist.DebugLevel.DETAIL:
         return None
