@@ -76,7 +76,8 @@ def test_mixed_operations(ranks, seed):
 
 def check_rows_of_another_stream(ctx, seed):
     """A weight's gradient is computed from rows in the group's memory, on a rank that is slow, while later operations
-    put rows there from another stream, as they may for all that the other ranks know."""
+    put rows there from other streams, as they may for all that the other ranks know. Each has a stream of its own:
+    after another on the same one, it would wait for that one's end, which comes after the slow operation's."""
     torch.manual_seed(seed)
     on_gpu = ctx.device.type == "cuda"
     tokens, k, n = (8192, 7168 * ctx.world, 4096) if on_gpu else (8, 4, 4)
@@ -84,7 +85,8 @@ def check_rows_of_another_stream(ctx, seed):
     x = torch.full((tokens // ctx.world, n), 100.0, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
     weight = torch.zeros(8, n, device=ctx.device, dtype=torch.bfloat16, requires_grad=True)
     busy = torch.randn(tokens, tokens, device=ctx.device)
-    lanes = [torch.cuda.Stream() if on_gpu else None for _ in range(3)]
+    slots = 3
+    lanes = [torch.cuda.Stream() if on_gpu else None for _ in range(2 + slots)]
 
     def on(lane):
         return torch.cuda.stream(lanes[lane]) if on_gpu else nullcontext()
@@ -94,13 +96,13 @@ def check_rows_of_another_stream(ctx, seed):
             if on_gpu:
                 torch.cuda.synchronize()
             dist.barrier()
-            with on(2):
+            with on(1):
                 for _ in range(8 if on_gpu and ctx.rank == 0 else 0):
                     busy @ busy
             with on(0):
                 results = case.run(backward=True)
-            with on(1):
-                for _ in range(slots := 3):
+            for slot in range(slots):
+                with on(2 + slot):
                     all_gather_matmul(x, weight, save_gathered=True)
             with on(0):
                 errors.add(0, case.error(results))
