@@ -110,6 +110,36 @@ def test_a_rank_without_nccl(workers, step, unlucky):
     workers.run(check_no_nccl, step, unlucky, timeout=30)
 
 
+def check_device_of_exchanges(ctx):
+    current, met = [], []
+
+    @contextmanager
+    def device(wanted):
+        current.append(wanted)
+        yield
+        current.pop()
+
+    exchanged = communicator.by_rank
+
+    def by_rank(*args):
+        met.append(list(current))
+        return exchanged(*args)
+
+    with fakes(fake_module), pytest.MonkeyPatch.context() as patch:
+        with device(DEVICE):  # as `choose` does
+            made = communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE)
+        patch.setattr(torch.cuda, "device", device)
+        patch.setattr(communicator, "by_rank", by_rank)
+        made.connect_nccl("op")
+        made.reserve(communicator.FIRST_SLOT + 1, "op")
+    assert met and all(each == [DEVICE] for each in met)
+
+
+def test_exchanges_are_on_the_group_s_device(workers):
+    """By NCCL, they are of the current device, which may be another than the operands'."""
+    workers.run(check_device_of_exchanges, timeout=30)
+
+
 def check_calls_that_differ(ctx):
     first = ctx.rank // 2 * 2
     with pytest.raises(ValueError, match=f"rank {first}: op, {first} rows.*; rank {first + 1}: op, {first + 1} rows"):

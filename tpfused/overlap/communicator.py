@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 import platform
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from math import isfinite
 from numbers import Real
 from pathlib import Path
@@ -72,18 +74,14 @@ class Communicator:
         """
         if self._has_nccl:
             return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                "a CUDA graph can't be captured of NCCL's first operation: run it once before the capture"
-            )
-        meet_for(operation, self.process_group)
-        unique_id, failure = attempt(self.module.nccl_unique_id) if self.rank == 0 else (None, None)
-        (unique_id, *_) = exchange(unique_id, self.process_group, operation)
-        if unique_id is not None:
-            _, failure = attempt(self.module.group_connect_nccl, self.handle, unique_id, NCCL_PROCESSORS)
-        for rank, told in by_rank(_reason(failure), self.process_group, operation).items():
-            if told:
-                raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
+        with self._together(operation, "NCCL's first operation"):
+            unique_id, failure = attempt(self.module.nccl_unique_id) if self.rank == 0 else (None, None)
+            (unique_id, *_) = exchange(unique_id, self.process_group, operation)
+            if unique_id is not None:
+                _, failure = attempt(self.module.group_connect_nccl, self.handle, unique_id, NCCL_PROCESSORS)
+            for rank, told in by_rank(_reason(failure), self.process_group, operation).items():
+                if told:
+                    raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
         self._has_nccl = True
 
     def set_timeout(self, seconds: float) -> None:
@@ -112,13 +110,13 @@ class Communicator:
         """Peers' buffers of at least this size. All ranks ask for the same, in the same operations."""
         if slot_bytes <= self._slot_bytes:
             return
-        if torch.cuda.is_current_stream_capturing():
-            raise RuntimeError(
-                f"a CUDA graph can't be captured of an operation that needs {slot_bytes} bytes of memory for its peers "
-                f"to write, while there are {self._slot_bytes}: run it once before the capture"
-            )
-        meet_for(operation, self.process_group)
-        if not self._grow(rounded_up(slot_bytes), operation):
+        needed = (
+            f"an operation that needs {slot_bytes} bytes of memory for its peers to write, while there are "
+            f"{self._slot_bytes}"
+        )
+        with self._together(operation, needed):
+            grown = self._grow(rounded_up(slot_bytes), operation)
+        if not grown:
             raise RuntimeError(f"a rank could not get {slot_bytes / 2**20:.0f} MiB of memory for its peers to write")
 
     @property
@@ -141,6 +139,16 @@ class Communicator:
         if wanted != self._deterministic:
             self.module.group_deterministic(self.handle, wanted)
             self._deterministic = wanted
+
+    @contextmanager
+    def _together(self, operation: str, what: str) -> Iterator[None]:
+        """For exchanges of all ranks in that operation: outside of captures, and on the group's device, for those by
+        NCCL are on the current one, which need not be the operands'."""
+        with torch.cuda.device(self.device):
+            if torch.cuda.is_current_stream_capturing():
+                raise RuntimeError(f"a CUDA graph can't be captured of {what}: run it once before the capture")
+            meet_for(operation, self.process_group)
+            yield
 
     def _warn_of_nccl(self, reason: str) -> None:
         if self.rank == 0:
