@@ -20,7 +20,7 @@ def check_loss(ctx, tp, seed):
     vocabulary, smoothing = 12, 0.2
     logits, grad = block.randn(TOKENS, BATCH, vocabulary), block.randn(TOKENS, BATCH)
     target = torch.randint(vocabulary, (TOKENS, BATCH), device=block.device)
-    for amount in (0.0, smoothing):
+    for amount in (0.0, smoothing, (vocabulary - 1) / vocabulary):
         # What is not the label's own shares `amount` equally.
         wanted = torch.full_like(logits, amount / (vocabulary - 1)).scatter(-1, target[..., None], 1 - amount)
         wanted[0] = 0  # without a label
@@ -43,6 +43,8 @@ def check_loss(ctx, tp, seed):
             megatron.vocab_parallel_cross_entropy(mine, labels, odd, tp_group=block.group)
     with refuses(AssertedError, 1.0):
         megatron.vocab_parallel_cross_entropy(mine, labels, 1.0, tp_group=block.group)
+    with refuses(AssertedError, 0.93, vocabulary, 0.916667):
+        megatron.vocab_parallel_cross_entropy(mine, labels, 0.93, tp_group=block.group)
     for dtype in (torch.int32, torch.int16, torch.int8):
         assert torch.equal(megatron.vocab_parallel_cross_entropy(mine, labels.to(dtype), tp_group=block.group), plain)
     for odd in (labels.double(), labels > 0):

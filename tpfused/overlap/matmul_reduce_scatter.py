@@ -43,7 +43,8 @@ def matmul_reduce_scatter(
         in_features: all ranks', split like `torch.chunk`. Where the choice of a tier is measured, it is measured for
             these: weights that come without share one.
         main_grad: float32 ``[n, k]`` to which backward adds the weight's gradient in float32, instead of returning one.
-        residual: of the result's shape, for one rounding and one pass less than if it were added afterwards.
+        residual: of the result's shape. Overlapped and eager, of x's dtype, it is added before the sum is rounded, in
+            the same pass; else afterwards.
         group, mesh: as for the layers.
 
     Returns:

@@ -27,8 +27,9 @@ def vocab_parallel_cross_entropy(
             changed.
         target: integers ``[tokens, batch]``. Megatron gives a negative label a meaningless loss, for the program to
             mask; here its loss and gradient are zero.
-        label_smoothing: in [0, 1), spread over the other labels (Megatron's rule, which `F.cross_entropy` does not
-            follow) of the whole vocabulary (Megatron's own takes each rank's part for the whole).
+        label_smoothing: in [0, 1), spread over the K - 1 other labels (Megatron's rule, which `F.cross_entropy` does
+            not follow) of the whole vocabulary (Megatron's own takes each rank's part for the whole); not more than
+            (K - 1) / K, with which all labels are alike.
         tp_group: the tensor-parallel group.
 
     Returns:
@@ -44,7 +45,13 @@ def vocab_parallel_cross_entropy(
     if label_smoothing:
         # An amount e spread over the K - 1 others is e K / (K - 1) spread over all K.
         vocabulary = size_of(vocab_parallel_logits, -1, "vocab_parallel_cross_entropy") * group.size
-        label_smoothing *= vocabulary / max(1, vocabulary - 1)
+        spread = label_smoothing * vocabulary / max(1, vocabulary - 1)
+        if spread > 1.0 + 1e-9:  # (K - 1) / K itself is rounded
+            raise AssertedError(
+                f"label_smoothing {label_smoothing} would give the label itself less than each other one: of "
+                f"{vocabulary} labels, at most {(vocabulary - 1) / vocabulary:.6f}"
+            )
+        label_smoothing = min(spread, 1.0)
     return loss.vocab_parallel_cross_entropy(
         vocab_parallel_logits,
         target.masked_fill(target < 0, IGNORED) if isinstance(target, Tensor) else target,  # refused there
