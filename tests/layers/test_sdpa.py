@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tests.compare import assert_within_rule
-from tpfused import KVCache, ParallelAttention, ParallelTransformer, TransformerConfig
+from tpfused import KVCache, ParallelAttention, ParallelTransformer, TransformerConfig, explain
 from tpfused.group import TPGroup
 from tpfused.layers import sdpa
 from tpfused.overlap.tiers import tier, wanted
@@ -77,3 +77,14 @@ def test_attention_by_each_back_end(device, by, sequence_dim, kv_heads):
         expected = results(layer.double(), x.double(), grad.double())
     for index, values in enumerate(zip(actual, expected, eager, strict=True)):
         assert_within_rule(*values, lambda whole: whole, f"result {index}", chain=True)
+
+
+@gpu
+def test_hopper_takes_the_faster_back_end(device):
+    """The order is torch's own, which may change; cuDNN's takes half of what flash attention does."""
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        pytest.skip("measured on Hopper")
+    q, k, v = (torch.randn(1, 8, 8192, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+    sdpa.scaled_dot_product_attention(q, k, v, None, True, 0.0).sum().backward()
+    told = {row.why: row.runs_by for row in explain().computations if row.what == "attention"}
+    assert told["8 heads of 128, 8192 tokens on 8192, causal"] == "cudnn (torch)", told

@@ -32,6 +32,7 @@ SPLIT = {
     "matmul_all_gather": (None, 0, 0, None),
     "column_matmul": (None, 0, 0, 1),
 }
+DTYPES = torch.bfloat16, torch.float16, torch.float32
 ACTIVATIONS = None, "gelu", "gelu_tanh"  # relu's derivative jumps: where the sum is near 0, a rounding decides
 # Of a typical value. A few roundings to bfloat16 make 0.015; what a race gets wrong is off by as much as the value.
 TOLERANCE = 0.05
@@ -44,20 +45,30 @@ def tiers_of(ctx: Context) -> tuple[str, ...]:
 class Case:
     """This rank's part of an operation on random inputs: of all ranks' `tokens`, `k` in and `n` out features.
 
-    All ranks make the same cases in the same order, from one seed, and compute what to compare results with.
+    All ranks make the same cases in the same order, from one seed, and compute what to compare results with. On a CPU
+    the `dtype` is float64.
     """
 
-    def __init__(self, ctx: Context, name: str, tokens: int, k: int, n: int, activation: str | None = None):
+    def __init__(
+        self,
+        ctx: Context,
+        name: str,
+        tokens: int,
+        k: int,
+        n: int,
+        activation: str | None = None,
+        dtype: torch.dtype = torch.bfloat16,
+    ):
         on_gpu = ctx.device.type == "cuda"
         x_dim, weight_dim, bias_dim, out_dim = SPLIT[name]
         options = {"in_features": k} if weight_dim == 1 else {"out_features": n, "activation": activation}
         if name == "all_gather_matmul":
             options["total_len"] = tokens
-        self.name = f"{name} {tokens, k, n} {options.get('activation')}"
+        self.name = f"{name} {tokens, k, n} {options.get('activation')} {dtype}"
         self._operation = partial(OPERATIONS[name], **options)
 
         def part(dim: int | None, *shape: int, scale: float = 1.0) -> Tensor:
-            whole = torch.randn(shape, device=ctx.device, dtype=torch.bfloat16 if on_gpu else torch.float64) * scale
+            whole = torch.randn(shape, device=ctx.device, dtype=dtype if on_gpu else torch.float64) * scale
             if dim is None:
                 return whole
             start, stop = shard_range(shape[dim], ctx.world, ctx.rank)

@@ -8,6 +8,7 @@ import torch.distributed as dist
 
 from tests.overlap.cases import (
     ACTIVATIONS,
+    DTYPES,
     OPERATIONS,
     TOLERANCE,
     Captured,
@@ -44,8 +45,8 @@ def check_replays(ctx, names, operations, sizes, replays, seed):
         graphs = []
         for size in sizes:
             for operation in operations:
-                activation = rng.choice(ACTIVATIONS)
-                cases = [Case(ctx, operation, *size, activation) for _ in range(INPUTS)]
+                activation, dtype = rng.choice(ACTIVATIONS), rng.choice(DTYPES)
+                cases = [Case(ctx, operation, *size, activation, dtype) for _ in range(INPUTS)]
                 graphs += [Captured(cases, name, backward) for name in names for backward in (False, True)]
         replayed, eager = (Errors(ctx, [graph.name for graph in graphs]) for _ in range(2))
         for step in range(1, replays + 1):

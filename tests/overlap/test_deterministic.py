@@ -5,18 +5,19 @@ import torch
 
 from tests.conftest import gpu_world
 from tests.distributed import Workers
-from tests.overlap.cases import OPERATIONS, Case
+from tests.overlap.cases import DTYPES, OPERATIONS, Case
 from tpfused.overlap.tiers import deterministic, tier
 
 SIZES = [(4096, 1024, 2048), (2000, 264, 520), (16, 1024, 512), (3, 64, 8)]  # tokens, features in and out
 OUTPUTS = "result", "dx", "dweight", "dbias"
 
 
-def check_same_bits(ctx, seed):
+def check_same_bits(ctx, dtype, tf32, seed):
     torch.manual_seed(seed)
+    torch.backends.cuda.matmul.allow_tf32 = tf32
     for tokens, k, n in SIZES:
         for name in OPERATIONS:
-            case, runs = Case(ctx, name, tokens, k, n), {}
+            case, runs = Case(ctx, name, tokens, k, n, dtype=dtype), {}
             with deterministic():
                 for run, by in enumerate(("p2p", "nccl", "p2p")):
                     with tier(by):
@@ -34,8 +35,9 @@ def check_same_bits(ctx, seed):
 
 
 @pytest.mark.gpu
-def test_every_run_and_tier_gives_the_same_bits(seed):
+@pytest.mark.parametrize("dtype, tf32", [*((dtype, False) for dtype in DTYPES), (torch.float32, True)])
+def test_every_run_and_tier_gives_the_same_bits(dtype, tf32, seed):
     if gpu_world() < 2:
         pytest.skip("needs two GPUs")
     with Workers("cuda", gpu_world()) as workers:
-        workers.run(check_same_bits, seed)
+        workers.run(check_same_bits, dtype, tf32, seed)
