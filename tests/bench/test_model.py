@@ -61,7 +61,7 @@ def test_under_torchrun(tmp_path):
     assert {(row["dp"], row["pass"]) for row in rows} == {(dp, way) for dp in (1, 2) for way in ("fwd", "fwd+bwd")}
     for row in rows:
         assert row["correct"], row
-        assert row["dp"] == 2 or row["deviation_tokens"] == 64 and row["deviation"] < 2 * row["dense_deviation"], row
+        assert row["deviation_tokens"] == 64 and 0 < row["deviation"] < 2 * row["dense_deviation"], row
 
 
 def test_only_the_first_rank_looks_at_files(tmp_path):
@@ -146,7 +146,7 @@ def test_a_whole_run(tmp_path, capsys):
         assert (row["times_ours"] is None) is (row["variant"] == "ours")
         alone, others = (row["tp"], row["dp"]) == (1, 1), ("ours_reference", "ours_sequential")
         assert (row["scaling"] is None) is (alone or row["variant"] in others)
-        if row["op"] == "train" and row["dp"] == 1:
+        if row["op"] == "train":
             assert row["deviation_tokens"] == row["tokens"]
             assert 0 < row["deviation"] < 2 * row["dense_deviation"] < 2e-2 and row["peak_share"] >= 0
         else:

@@ -42,8 +42,8 @@ def deviations(
 ) -> tuple[Deviation | None, Deviations]:
     """Those of the dense model in 16 bits, and of our and our peers' programs at each degree.
 
-    `alone` is a place of one rank. FSDP2 and the compiler are left out, and so is what fails: that is told where it is
-    timed. Where the dense model fails, which in float32 takes twice the memory, there are none.
+    `alone` is a place of one rank. The compiler is left out, and so is what fails: that is told where it is timed.
+    Where the dense model fails, which in float32 takes twice the memory, there are none.
     """
     layers = size.compared
     generator = torch.Generator(alone.device).manual_seed(seed)
@@ -67,8 +67,6 @@ def deviations(
         return None, {}
     found: Deviations = {}
     for place in places:
-        if place.degree.dp > 1:
-            continue
         names = [name for name in variants if name != "dtensor_compiled"]
         for name, program, _ in build_all(names, size, layers, tokens, place, seed):
             if program is not None:

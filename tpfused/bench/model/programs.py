@@ -9,16 +9,18 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tpfused.bench.model import megatron, plain
 from tpfused.bench.model.cases import Degree, Size
 from tpfused.bench.sampling import together
+from tpfused.collectives import gather_from_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.overlap.tiers import tier
 from tpfused.packing import pack_qkv, unpack_gate_up, unpack_qkv
-from tpfused.placement import local
+from tpfused.placement import local, splits
 from tpfused.training.model import WithLoss, shard_blocks
 
 Tensors = dict[str, Tensor]
@@ -66,6 +68,7 @@ class Program:
         inside: what forward and backward are in.
         finish: what completes the gradients once backward has returned.
         unpacked: this rank's tensors by the module's names -> by those of the plain model.
+        shared_by: the ranks over which FSDP2 splits each tensor once more.
     """
 
     module: nn.Module
@@ -74,6 +77,7 @@ class Program:
     unpacked: Callable[[Tensors], Tensors]
     inside: Context = nullcontext
     finish: Callable[[], None] | None = None
+    shared_by: dist.ProcessGroup | None = None
 
     def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad(), self.inside():
@@ -89,12 +93,20 @@ class Program:
         return loss
 
     def gradients(self) -> Tensors:
-        """This rank's, by the plain model's names."""
-        return self.unpacked({name: local(parameter.grad) for name, parameter in self.module.named_parameters()})
+        """This rank's of its tensor-parallel group, by the plain model's names. A collective under FSDP2."""
+        return self.unpacked({name: self._gathered(each.grad) for name, each in self.module.named_parameters()})
 
     def forget_gradients(self) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
+
+    @torch.no_grad()
+    def _gathered(self, grad: Tensor) -> Tensor:
+        own = local(grad)
+        for split in splits(grad):
+            if self.shared_by is not None and split.group.process_group is self.shared_by:
+                own = gather_from_group(own, split.dim, split.size, split.group)
+        return own
 
     def resident_bytes(self) -> int:
         """Of this rank's parameters."""
@@ -142,8 +154,8 @@ def build(size: Size, layers: int, tokens: int, place: Place, seed: int) -> tupl
     module = WithLoss(model, overwrite_logits=True)
     unpacked = partial(_unpacked, size, place.degree.tp)
     weights = unpacked({name: local(parameter).detach() for name, parameter in module.named_parameters()})
-    _shard(module, place)
-    return Program(module, module.logits, module, unpacked), weights
+    shared_by = _shard(module, place)  # which puts another `logits` in its place
+    return Program(module, module.logits, module, unpacked, shared_by=shared_by), weights
 
 
 def build_peer(name: str, size: Size, layers: int, tokens: int, place: Place, weights: Tensors) -> Program:
@@ -179,11 +191,11 @@ def _plain(size: Size, layers: int, tokens: int, place: Place, weights: Tensors)
     several = place.degree.tp > 1
     module = plain.build(size, layers, tokens, place.device, place.dtype, place.tp if several else None)
     _fill(module, weights)
-    _shard(module, place)
+    shared_by = _shard(module, place)
     if not several:
-        return Program(module, module.logits, module, dict)
+        return Program(module, module.logits, module, dict, shared_by=shared_by)
     finish = partial(_complete, module)
-    return Program(module, lambda ids: module.logits(ids).to_local(), module, dict, loss_parallel, finish)
+    return Program(module, lambda ids: module.logits(ids).to_local(), module, dict, loss_parallel, finish, shared_by)
 
 
 def _megatron(size: Size, layers: int, tokens: int, place: Place, weights: Tensors) -> Program:
@@ -208,10 +220,12 @@ def _fill(module: nn.Module, weights: Tensors) -> None:
         local(parameter).copy_(weights[name])
 
 
-def _shard(module: nn.Module, place: Place) -> None:
-    """FSDP2 over the other ranks."""
-    if place.degree.dp > 1:
-        shard_blocks(module, place.mesh["dp"])
+def _shard(module: nn.Module, place: Place) -> dist.ProcessGroup | None:
+    """FSDP2 over the other ranks, and those."""
+    if place.degree.dp == 1:
+        return None
+    shard_blocks(module, place.mesh["dp"])
+    return place.mesh.get_group("dp")
 
 
 def _unpacked(size: Size, tp: int, tensors: Tensors) -> Tensors:
