@@ -87,13 +87,25 @@ def into_main_grad(weight: Tensor, main_grad: Tensor | None) -> Tensor:
     return weight if main_grad is None else _IntoMainGrad.apply(weight, main_grad)
 
 
-def announced(weight: Tensor, param: Tensor) -> Tensor:
-    """`weight`, the local tensor of a parameter that has a `main_grad`, for hooks that wait for a gradient.
+def announced(weight: Tensor, main_grad: Tensor | None, param: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The local tensor of a parameter that has this `main_grad`, for hooks that wait for a gradient; and the main_grad
+    that is left to add to.
 
     Megatron's data parallelism marks its parameters with ``grad_added_to_main_grad`` and wants to see a `grad`: they
     get zeros, and the mark becomes True. Others' `grad` stays None.
     """
-    return _Announced.apply(weight, param) if hasattr(param, "grad_added_to_main_grad") else weight
+    if main_grad is None or not hasattr(param, "grad_added_to_main_grad"):
+        return weight, main_grad
+    if torch.compiler.is_compiling():
+        return _added_and_announced(weight, main_grad, param), None
+    return _Announced.apply(weight, param), main_grad
+
+
+# Compiled code would set the mark while it is traced, or never; and what it adds to main_grad itself, it gives to no
+# function that comes after, as backward goes.
+@torch.compiler.disable(reason="backward sets a weight's grad_added_to_main_grad; delete that attribute for fullgraph")
+def _added_and_announced(weight: Tensor, main_grad: Tensor, param: Tensor) -> Tensor:
+    return into_main_grad(_Announced.apply(weight, param), main_grad)
 
 
 class _IntoMainGrad(torch.autograd.Function):

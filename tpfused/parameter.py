@@ -133,7 +133,7 @@ class ParallelModule(nn.Module):
             return weight, None
         self.check_trains_own_weight()
         main_grad = main_grad_of(self.weight, f"{type(self).__name__}.weight")
-        return (weight if main_grad is None else announced(weight, self.weight)), main_grad
+        return announced(weight, main_grad, self.weight)
 
     def check_trains_own_weight(self) -> None:
         """Refuse a weight that is not the parameter on which users see, and set, its `main_grad`: that would stay as it

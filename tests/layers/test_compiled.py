@@ -14,7 +14,7 @@ from tests.layers.paths import assert_near, gradients, make_model
 from tests.layers.test_training import make_block
 from tests.layers.test_transformer import GPT, LLAMA, draw_ids
 from tests.overlap.test_operations import forced
-from tpfused import KVCache
+from tpfused import ColumnParallelLinear, KVCache
 from tpfused.collectives import all_gather
 from tpfused.group import resolve_group
 from tpfused.random import rank_dropout
@@ -69,6 +69,20 @@ def check_forward(ctx, tp, seed):
         model, ids = make_model(block, TIED), draw_ids(block, TIED, 6)
         with torch.no_grad():
             assert_near({"logits": compiled(model, "aot_eager")(ids)}, {"logits": model(ids)}, "a model")
+
+
+def check_no_tokens(ctx, tp, seed):
+    """After others, whose number made theirs a symbol."""
+    block = Block(ctx, tp, "group", seed)
+    with forced(ctx, tp, "p2p"):
+        layer = ColumnParallelLinear(6, 8, sequence_parallel=True, device=block.device, **block.place)
+        function = compiled(layer, "aot_eager")
+        for tokens, batch in ((4, 2), (6, 3), (8, 0)):
+            x = torch.randn(tokens // tp, batch, 6, device=block.device, requires_grad=True)
+            out = function(x)
+            torch.testing.assert_close(out, layer(x))
+            (grad,) = torch.autograd.grad(out.sum(), x)
+            assert grad.shape == x.shape
 
 
 def check_options(ctx, tp, seed):
@@ -161,6 +175,11 @@ def test_inductor(workers, tp, seed):
 @ranks
 def test_a_block_and_no_gradients(workers, tp, seed):
     workers.run(check_forward, tp, seed, timeout=240)
+
+
+@ranks
+def test_no_tokens_where_their_number_is_a_symbol(workers, tp, seed):
+    workers.run(check_no_tokens, tp, seed, timeout=60)
 
 
 @ranks

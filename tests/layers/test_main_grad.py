@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch import nn
+from torch._dynamo.exc import Unsupported
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate
 from torch.nn.utils import parametrize
@@ -142,17 +143,24 @@ def check_several_weights(ctx, tp, seed):
 
 
 def check_megatrons_marks(ctx, tp, seed):
-    """Its hooks see a `grad`, which adds nothing, and that the gradient is in main_grad."""
+    """Its hooks see a `grad`, which adds nothing, and that the gradient is in main_grad; compiled, too."""
     block = Block(ctx, tp, "group", seed)
+    x = torch.ones(3, 8, device=block.device)
     for name in paths(ctx, tp):
         layer = ColumnParallelLinear(8, 8, device=block.device, accumulate_main_grad=True, **block.place)
-        layer.weight.main_grad = torch.zeros_like(layer.weight)
-        layer.weight.grad_added_to_main_grad = False
         seen = []
         layer.weight.register_post_accumulate_grad_hook(lambda param, seen=seen: seen.append(param.grad))
-        layer(torch.ones(3, 8, device=block.device)).sum().backward()
-        assert layer.weight.grad_added_to_main_grad and len(seen) == 1 and not seen[0].any(), name
-        assert (layer.weight.main_grad == 3).all()
+        for compiles in (False, True):
+            layer.weight.main_grad = torch.zeros_like(layer.weight)
+            layer.weight.grad_added_to_main_grad = False
+            torch._dynamo.reset()
+            function = torch.compile(layer, backend="aot_eager") if compiles else layer
+            function(x).sum().backward()
+            assert layer.weight.grad_added_to_main_grad and len(seen) == 1 and not seen.pop().any(), (name, compiles)
+            assert (layer.weight.main_grad == 3).all()
+    torch._dynamo.reset()
+    with pytest.raises(Unsupported, match="grad_added_to_main_grad"):
+        torch.compile(layer, backend="aot_eager", fullgraph=True)(x)
 
 
 def check_refusals(ctx, tp, mode):

@@ -164,7 +164,8 @@ class Operation:
 
 def _is_plain(plan: Plan) -> bool:
     """Whether nothing can be overlapped, for reasons that every rank knows: the plain path can be traced."""
-    return plan.tp.size == 1 or plan.tp.replicas > 1 or 0 in plan.shape
+    # Not by `in`: in compiled code that sees no symbolic size that is 0.
+    return plan.tp.size == 1 or plan.tp.replicas > 1 or any(size == 0 for size in plan.shape)
 
 
 class _Function(torch.autograd.Function):

@@ -126,12 +126,10 @@ class LinearLayer(Layer):
         if given is None:
             self.check_trains_own_weight()
         main_grad = main_grad_of(weight, f"{type(self).__name__}.weight", own_dtype=True)
-        if main_grad is None:
-            return weight, None
-        seen = announced(weight, weight)
-        if main_grad.dtype == torch.float32:
-            return seen, main_grad
-        return into_main_grad(seen, main_grad), None  # matmuls add to float32 only
+        weight, main_grad = announced(weight, main_grad, weight)
+        if main_grad is None or main_grad.dtype == torch.float32:
+            return weight, main_grad
+        return into_main_grad(weight, main_grad), None  # matmuls add to float32 only
 
     def backward_dw(self) -> None:
         """Nothing: weight gradients are complete when backward returns."""
