@@ -70,7 +70,7 @@ def all_reduce(x: Tensor, group: TPGroup, op: dist.ReduceOp.RedOpType = dist.Red
     from tpfused.overlap.small_sums import small_all_reduce  # which needs this module
 
     x = x.detach()
-    if group.size * group.replicas == 1 or not x.numel():
+    if group.alone or not x.numel():
         return x.clone(memory_format=torch.contiguous_format)
     with _observed("all_reduce", x):
         out = small_all_reduce(x, group, op)

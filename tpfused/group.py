@@ -36,6 +36,11 @@ class TPGroup:
     mesh: DeviceMesh | None = None
     replicas: int = 1
 
+    @property
+    def alone(self) -> bool:
+        """Whether there is no other rank to exchange anything with."""
+        return self.size * self.replicas == 1
+
     def __deepcopy__(self, memo: dict) -> TPGroup:
         # A copy of a layer talks to the same ranks; process groups cannot be copied, nor should they be.
         return self

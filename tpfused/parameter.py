@@ -92,6 +92,9 @@ class ParallelModule(nn.Module):
         """
         if self.group.process_group not in GROUPS:
             check_exists(self.group, type(self).__name__)
+        param = self._parameters.get(name)
+        if type(param) is nn.Parameter and (name not in self._shards or hasattr(param, "tp_shard")):
+            return param  # at once: plain, and the layer's own
         param = getattr(self, name)
         if name in vars(self) and is_dtensor(param):
             # DDP(device_mesh=) trains the local tensors, and puts DTensors that are no parameters in their place.

@@ -166,8 +166,8 @@ def column_forward(
         total_len = checks.total_tokens(x, sequence_dim, total_len, group, layer)
     elif total_len is not None:
         raise ValueError(f"{layer}: total_len {total_len} is only for sequence_parallel=True")
-    if backend == "reference":
-        tell("column-parallel linear", x, PLAIN, why_plain(x, backend))
+    if backend == "reference" or group.alone:
+        tell("column-parallel linear", x, PLAIN, "one rank" if backend is None else why_plain(x, backend))
         return reference.column_parallel_linear(
             x,
             into_main_grad(weight, main_grad),
@@ -325,8 +325,8 @@ class RowParallelLinear(LinearParameters):
             return self._forward_norm(x, weight, *then)
         bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         added = None if self.skip_bias_add else bias
-        if self.backend == "reference":
-            tell("row-parallel linear", x, PLAIN, why_plain(x, self.backend))
+        if self.backend == "reference" or self.group.alone:
+            tell("row-parallel linear", x, PLAIN, "one rank" if self.backend is None else why_plain(x, self.backend))
             out = reference.row_parallel_linear(
                 x,
                 into_main_grad(weight, main_grad),
