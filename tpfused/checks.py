@@ -122,14 +122,12 @@ def check_eps(eps: float, what: str) -> None:
 
 def check_dense(x: Tensor, layer: str, what: str) -> None:
     """Refuse what this rank can't compute with as it is: what is no tensor, a sparse or nested one, or a DTensor."""
-    if type(x) is Tensor and x.layout is torch.strided and not x.is_nested:
-        return  # at once
     if not isinstance(x, Tensor):
         check_tensor(x, f"{layer}: {what}")
     if x.layout is not torch.strided or x.is_nested:
         kind = "nested" if x.is_nested else str(x.layout).removeprefix("torch.")
         raise TypeError(f"{layer}: {what} must be a dense tensor, not a {kind} one")
-    if is_dtensor(x):
+    if type(x) is not Tensor and is_dtensor(x):
         raise TypeError(f"{layer}: {what} must be this rank's tensor, not a DTensor: give its x.to_local()")
 
 

@@ -93,7 +93,7 @@ class ParallelModule(nn.Module):
         if self.group.process_group not in GROUPS:
             check_exists(self.group, type(self).__name__)
         param = self._parameters.get(name)
-        if type(param) is nn.Parameter and (name not in self._shards or hasattr(param, "tp_shard")):
+        if type(param) is nn.Parameter and (name not in self._shards or shard_info(param) is not None):
             return param  # at once: plain, and the layer's own
         param = getattr(self, name)
         if name in vars(self) and is_dtensor(param):

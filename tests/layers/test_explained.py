@@ -44,7 +44,7 @@ def test_the_plain_path_and_why():
     with tpfused.tier("reference"):
         ParallelGatedMLP(8, 4)(torch.ones(2, 8))
     assert told()["gated activation"].why == "forced by the tier"
-    assert told()["column-parallel linear"].why == "one rank"
+    assert told()["column-parallel linear"].why == "forced by the tier"
     assert {row.device for row in explain().computations} == {"cpu"}
     header, *rows = str(explain()).split("\n\n")[1].splitlines()
     assert header.split() == ["layers", "compute", "dtype", "on", "by", "why"] and len(rows) == 5

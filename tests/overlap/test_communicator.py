@@ -126,8 +126,7 @@ def check_device_of_exchanges(ctx):
         return exchanged(*args)
 
     with fakes(fake_module), pytest.MonkeyPatch.context() as patch:
-        with device(DEVICE):  # as `choose` does
-            made = communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE)
+        made = communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE)
         patch.setattr(torch.cuda, "device", device)
         patch.setattr(communicator, "by_rank", by_rank)
         made.connect_nccl("op")

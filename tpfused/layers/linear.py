@@ -167,7 +167,7 @@ def column_forward(
     elif total_len is not None:
         raise ValueError(f"{layer}: total_len {total_len} is only for sequence_parallel=True")
     if backend == "reference" or group.alone:
-        tell("column-parallel linear", x, PLAIN, "one rank" if backend is None else why_plain(x, backend))
+        tell("column-parallel linear", x, PLAIN, why_plain(x, backend) or "one rank")
         return reference.column_parallel_linear(
             x,
             into_main_grad(weight, main_grad),
@@ -326,7 +326,7 @@ class RowParallelLinear(LinearParameters):
         bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         added = None if self.skip_bias_add else bias
         if self.backend == "reference" or self.group.alone:
-            tell("row-parallel linear", x, PLAIN, "one rank" if self.backend is None else why_plain(x, self.backend))
+            tell("row-parallel linear", x, PLAIN, why_plain(x, self.backend) or "one rank")
             out = reference.row_parallel_linear(
                 x,
                 into_main_grad(weight, main_grad),

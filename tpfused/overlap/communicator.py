@@ -115,9 +115,9 @@ class Communicator:
             f"{self._slot_bytes}"
         )
         with self._together(operation, needed):
-            grown = self._grow(rounded_up(slot_bytes), operation)
-        if not grown:
-            raise RuntimeError(f"a rank could not get {slot_bytes / 2**20:.0f} MiB of memory for its peers to write")
+            if not self._grow(rounded_up(slot_bytes), operation):
+                mib = f"{slot_bytes / 2**20:.0f} MiB"
+                raise RuntimeError(f"a rank could not get {mib} of memory for its peers to write")
 
     @property
     def has_peers(self) -> bool:

@@ -20,7 +20,7 @@ from tpfused.overlap.tiers import exact, wanted
 TIERS = ("measured", "first", "p2p")  # asked for, under which this may run
 
 
-def small_all_reduce(x: Tensor, group: TPGroup, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM) -> Tensor | None:
+def small_all_reduce(x: Tensor, group: TPGroup, op: dist.ReduceOp.RedOpType) -> Tensor | None:
     """A new tensor, added in float32 in the ranks' order; None where it is for torch's collective: that of all ranks,
     as they have tensors of the same size and dtype. Also for another `op`, in `deterministic`, where all tiers add
     alike, and under TORCH_DISTRIBUTED_DEBUG=DETAIL, which looks whether the ranks' tensors are the same.

@@ -16,11 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from tpfused.bench.model import megatron, plain
 from tpfused.bench.model.cases import Degree, Size
 from tpfused.bench.sampling import together
-from tpfused.collectives import gather_from_group
 from tpfused.layers.transformer import ParallelTransformer
 from tpfused.overlap.tiers import tier
 from tpfused.packing import pack_qkv, unpack_gate_up, unpack_qkv
-from tpfused.placement import local, splits
+from tpfused.placement import gather_whole, local, splits
 from tpfused.training.model import WithLoss, shard_blocks
 
 Tensors = dict[str, Tensor]
@@ -94,19 +93,15 @@ class Program:
 
     def gradients(self) -> Tensors:
         """This rank's of its tensor-parallel group, by the plain model's names. A collective under FSDP2."""
-        return self.unpacked({name: self._gathered(each.grad) for name, each in self.module.named_parameters()})
+        found = {}
+        for name, parameter in self.module.named_parameters():
+            by_fsdp = [split for split in splits(parameter.grad) if split.group.process_group is self.shared_by]
+            found[name] = gather_whole(local(parameter.grad), by_fsdp)
+        return self.unpacked(found)
 
     def forget_gradients(self) -> None:
         for parameter in self.module.parameters():
             parameter.grad = None
-
-    @torch.no_grad()
-    def _gathered(self, grad: Tensor) -> Tensor:
-        own = local(grad)
-        for split in splits(grad):
-            if self.shared_by is not None and split.group.process_group is self.shared_by:
-                own = gather_from_group(own, split.dim, split.size, split.group)
-        return own
 
     def resident_bytes(self) -> int:
         """Of this rank's parameters."""
