@@ -35,7 +35,7 @@ void all_gather_matmul(Group& group, Tier tier, const AllGatherMatmul& o, Worksp
   if (is_small(group, tier, o.rows, o.k * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
-  Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
+  Tiles tiles(group, o.type, workspace, stream);
   auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, o.all != nullptr, workspace);
   for (int step = 0; step < group.size; ++step) {
     int owner = (group.rank + step) % group.size;

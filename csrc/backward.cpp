@@ -56,7 +56,7 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   if (is_small(group, tier, o.rows, o.k * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
-  Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
+  Tiles tiles(group, o.type, workspace, stream);
   std::unique_ptr<Gather> gather;
   const bool wants_dw = o.wants_dw != Dw::none;
   if (wants_dw && !o.whole) gather = start_gather(group, tier, o.rows, tiles.bytes(o.k), o.x, true, workspace);
@@ -86,7 +86,7 @@ void row_backward(Group& group, Tier tier, const RowBackward& o, Workspace works
   if (is_small(group, tier, o.rows, o.n * size_of(o.type), most_gathered)) {
     return few_rows(group, o, workspace, stream);
   }
-  Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
+  Tiles tiles(group, o.type, workspace, stream);
   const bool wants_dw = o.wants_dw != Dw::none;
   auto gather = start_gather(group, tier, o.rows, tiles.bytes(o.n), o.dy, wants_dw, workspace);
   for (int step = 0; step < group.size && o.wants_dx; ++step) {

@@ -52,7 +52,7 @@ void few_rows(const Columns& c, const Rows& gathered, Workspace& workspace, cuda
 // so that a matmul takes another algorithm.
 void by_copies(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_t stream) {
   Group& group = c.group;
-  Blocks blocks(c.o.m, c.own);
+  Blocks blocks(c.o.m, c.own, group.deterministic);
   const bool in_place = !group.deterministic;
   const int64_t leading = in_place ? c.all : c.o.features.count(0);
   char* staged = in_place ? nullptr : workspace.take(c.bytes(c.o.m * leading));
@@ -75,7 +75,7 @@ void by_copies(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_
   // All ranks' features come in as many blocks as their owner's: the last rank may have fewer of both.
   for (int step = 1; step < group.size; ++step) {
     int from = (group.rank - step + group.size) % group.size;
-    Blocks theirs(c.o.m, c.o.features.count(from));
+    Blocks theirs(c.o.m, c.o.features.count(from), group.deterministic);
     for (int block = 0; block < theirs.count; ++block) {
       int64_t first = theirs.first(block);
       group.wait_for_arrival(use, from, arrivals, block + 1);
@@ -89,7 +89,7 @@ void by_copies(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_
 void by_nccl(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_t stream) {
   Group& group = c.group;
   const int64_t widest = c.o.features.count(0);
-  Blocks blocks(c.o.m, widest);
+  Blocks blocks(c.o.m, widest, group.deterministic);
   char* staged = workspace.take(c.bytes(c.o.m * widest));
   char* gathered = workspace.take(c.bytes(group.size * c.o.m * widest));
   auto arrivals = tiles.stream(Tiles::beside);
@@ -117,7 +117,7 @@ void matmul_all_gather(Group& group, Tier tier, const MatmulAllGather& o, Worksp
   if (is_small(group, tier, gathered, columns.bytes(1), most_features_gathered)) {
     return few_rows(columns, gathered, workspace, stream);
   }
-  Tiles tiles(group, o.type, o.m, workspace, stream);
+  Tiles tiles(group, o.type, workspace, stream);
   if (tier == Tier::p2p) {
     by_copies(columns, tiles, workspace, stream);
   } else {

@@ -36,7 +36,7 @@ class CopiedSum {
       : group_(group),
         o_(o),
         tiles_(tiles),
-        blocks_(o.m, o.n),
+        blocks_(o.m, o.n, group.deterministic),
         stream_(stream),
         parts_(group.next_use()),
         sums_(group.next_use()),
@@ -125,7 +125,7 @@ class CopiedSum {
 
 // NCCL's all-reduce of each block, in place. The first rank's part brings the bias.
 void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles) {
-  Blocks blocks(o.m, o.n);
+  Blocks blocks(o.m, o.n, false);
   for (int block = 0; block < blocks.count; ++block) {
     int64_t first = blocks.first(block), count = blocks.rows(block);
     Product product = rows_of(o, tiles, first, count, static_cast<char*>(o.y));
@@ -140,7 +140,7 @@ void by_nccl(Group& group, const MatmulAllReduce& o, Tiles& tiles) {
   multiply_wgrad(o, tiles, Tiles::beside);
 }
 
-// The same exchange as `CopiedSum`, by NCCL, so that the sums are rounded alike.
+// The same matmuls and exchange as `CopiedSum`, by NCCL, so that the sums are rounded alike.
 void by_nccl_in_order(Group& group, const MatmulAllReduce& o, Tiles& tiles, Workspace& workspace, cudaStream_t stream) {
   Rows rows{o.m, 1, 1, group.size};
   const int64_t own = rows.count(group.rank), row_bytes = tiles.bytes(o.n);
@@ -161,8 +161,7 @@ void small(Group& group, const MatmulAllReduce& o, Workspace& workspace, cudaStr
   char* own_workspace = workspace.take(workspace_bytes(o.type));
   char* part = workspace.take(o.m * o.n * size_of(o.type));
   PushedProduct product{o.m, o.n, o.k, o.type, o.x, o.w.data, o.w.leading};
-  // Other tiers' matmuls give other bits.
-  bool pushed = o.w.transposed && !group.deterministic && can_push(product);
+  bool pushed = o.w.transposed && can_push(product);
   if (pushed) {
     multiply_and_push(group, product, stream);
   } else {
@@ -180,7 +179,9 @@ void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Worksp
   }
   // Whether a rank wants the norm as well, its peers need not: what is exchanged is the same.
   auto fits = [&] { return is_tiny_sum(o.m, o.n, o.type) || (!o.norm && is_small_sum(group, o.m, o.n, o.type)); };
-  if (tier == Tier::p2p && o.wants_dw == Dw::none && fits()) return small(group, o, workspace, stream);
+  // Deterministic, each rank's rows are multiplied apart, as by NCCL: together they may give other bits.
+  const bool may_be_small = tier == Tier::p2p && o.wants_dw == Dw::none && !group.deterministic;
+  if (may_be_small && fits()) return small(group, o, workspace, stream);
   if (o.norm) {
     MatmulAllReduce sum = o;
     sum.norm = nullptr;
@@ -188,7 +189,7 @@ void matmul_all_reduce(Group& group, Tier tier, const MatmulAllReduce& o, Worksp
     matmul_all_reduce(group, tier, sum, workspace, stream);
     return add_and_normalize(*o.norm, sum.y, o.m, o.n, o.type, stream);
   }
-  Tiles tiles(group, o.type, o.m, workspace, stream);
+  Tiles tiles(group, o.type, workspace, stream);
   if (tier == Tier::p2p) {
     CopiedSum(group, o, tiles, workspace, stream).run();
   } else if (group.deterministic) {

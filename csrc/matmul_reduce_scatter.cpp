@@ -27,7 +27,7 @@ void matmul_reduce_scatter(Group& group, Tier tier, const MatmulReduceScatter& o
   if (in_vectors && is_small(group, tier, o.rows, row_bytes, most_scattered)) {
     return few_rows(group, o, workspace, stream);
   }
-  Tiles tiles(group, o.type, o.rows.all(), workspace, stream);
+  Tiles tiles(group, o.type, workspace, stream);
   const Parts::Term term{o.x, o.w.forward(), o.k};
   Parts parts(group, tier, tiles, o.rows, {term}, o.n, workspace);
   const int64_t own = o.rows.by_rank().count(group.rank);

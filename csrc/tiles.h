@@ -33,9 +33,8 @@ class Tiles {
  public:
   enum Lane { caller = 0, beside = 1 };
 
-  // `rows`: of the operation's matrices, of which its products have some or all.
-  Tiles(Group& group, Type type, int64_t rows, Workspace& workspace, cudaStream_t stream)
-      : type_(type), rows_(rows), group_(group), matmul_(group.matmul(type)), streams_{stream, group.beside} {
+  Tiles(Group& group, Type type, Workspace& workspace, cudaStream_t stream)
+      : type_(type), group_(group), matmul_(group.matmul(type)), streams_{stream, group.beside} {
     if (group.begun().count) tick(group.begun(), stream);
     for (char*& own : workspaces_) own = workspace.take(workspace_bytes(type));
     group.lead(group.transfers);
@@ -53,10 +52,7 @@ class Tiles {
     if (lane == beside && !std::exchange(in_use_beside_, true)) group_.lead(streams_[beside]);
     return streams_[lane];
   }
-  void multiply(Lane lane, Product product) {
-    if (group_.deterministic && !product.a.transposed) product.rows_of_all = rows_;
-    matmul_.run(product, stream(lane), workspaces_[lane]);
-  }
+  void multiply(Lane lane, const Product& product) { matmul_.run(product, stream(lane), workspaces_[lane]); }
   // A weight's gradient.
   void multiply(Lane lane, const Product& product, Dw wanted) {
     if (wanted != Dw::none) multiply(lane, as_wanted(product, wanted));
@@ -70,7 +66,6 @@ class Tiles {
 
  private:
   Type type_;
-  int64_t rows_;
   Group& group_;
   Matmul& matmul_;
   cudaStream_t streams_[2];

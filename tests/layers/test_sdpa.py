@@ -87,4 +87,4 @@ def test_hopper_takes_the_faster_back_end(device):
     q, k, v = (torch.randn(1, 8, 8192, 128, device=device, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
     sdpa.scaled_dot_product_attention(q, k, v, None, True, 0.0).sum().backward()
     told = {row.why: row.runs_by for row in explain().computations if row.what == "attention"}
-    assert told["8 heads of 128, 8192 tokens on 8192, causal"] == "cudnn (torch)", told
+    assert told["8 heads of 128, 8,192 tokens on 8,192, causal"] == "cudnn (torch)", told

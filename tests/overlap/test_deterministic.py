@@ -8,7 +8,8 @@ from tests.distributed import Workers
 from tests.overlap.cases import DTYPES, OPERATIONS, Case
 from tpfused.overlap.tiers import deterministic, tier
 
-SIZES = [(4096, 1024, 2048), (2000, 264, 520), (16, 1024, 512), (3, 64, 8)]  # tokens, features in and out
+# Tokens, features in and out. Other modes exchange blocks of the first's rows, and multiply the last ones' together.
+SIZES = [(8200, 256, 8200), (4096, 1024, 2048), (2000, 264, 520), (16, 1024, 512), (3, 64, 8), (1, 64, 8)]
 OUTPUTS = "result", "dx", "dweight", "dbias"
 
 

@@ -61,9 +61,9 @@ def deterministic() -> Iterator[None]:
     """The operations inside give the same bits at every run, in a CUDA graph or not, by "p2p" and by "nccl"; all ranks
     must say so. It holds for the process, all of its threads, as `tier` does.
 
-    Each part of a sum is rounded to the dtype, and they are added in float32 in the ranks' order, by NCCL's tier too; a
-    matmul's algorithm does not depend on how its rows are cut. Nothing is measured: the first tier runs that the group
-    has, unless one is forced. "reference" is not among them, and adds as torch's collectives do.
+    Each part of a sum is rounded to the dtype, and they are added in float32 in the ranks' order, by NCCL's tier too.
+    Both multiply the same rows at a time, and overlap less for it. Nothing is measured: the first tier runs that the
+    group has, unless one is forced. "reference" is not among them, and adds as torch's collectives do.
     """
     exact.append(True)
     try:
