@@ -3,7 +3,7 @@
 import torch
 
 from tests.compare import Block, refuses
-from tests.layers.test_generate import GPT, draw_ids, make
+from tests.layers.cached import GPT, draw_ids, make
 from tpfused import KVCache, vocab_parallel_argmax
 from tpfused.group import resolve_group
 
