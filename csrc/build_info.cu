@@ -8,7 +8,7 @@ __global__ void probe() {}
 
 }  // namespace
 
-cudaError_t kernel_architecture(int device, int* architecture) {
+cudaError_t kernel_architecture(int device, int* architecture, int* features) {
   int previous = 0;
   cudaError_t error = cudaGetDevice(&previous);
   if (error != cudaSuccess) return error;
@@ -18,8 +18,10 @@ cudaError_t kernel_architecture(int device, int* architecture) {
   cudaFuncAttributes attributes;
   error = cudaFuncGetAttributes(&attributes, probe);
   cudaSetDevice(previous);
-  if (error == cudaSuccess) *architecture = attributes.binaryVersion;
-  return error;
+  if (error != cudaSuccess) return error;
+  *architecture = attributes.binaryVersion;
+  if (features) *features = attributes.ptxVersion;
+  return cudaSuccess;
 }
 
 }  // namespace tpfused

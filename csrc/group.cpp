@@ -1,8 +1,12 @@
 #include "group.h"
 
+#include <cstdio>
 #include <cstring>
+#include <future>
+#include <thread>
 #include <utility>
 
+#include "build_info.h"
 #include "check.h"
 
 namespace tpfused {
@@ -107,7 +111,9 @@ void InOrder::end(cudaStream_t stream, unsigned long long capture) {
 Group::Group(int device, int rank, int size)
     : device(device), rank(rank), size(size), awaited_(PeerMemory::slots * size) {
   DeviceGuard guard(device);
-  check(cudaDeviceGetAttribute(&architecture, cudaDevAttrComputeCapabilityMajor, device), "cudaDeviceGetAttribute");
+  int architecture = 0, features = 0;
+  check(kernel_architecture(device, &architecture, &features), "the extension's kernels");
+  may_follow_early = features >= 90;
   int least = 0, greatest = 0;
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "cudaDeviceGetStreamPriorityRange");
   check(cudaStreamCreateWithPriority(&transfers, cudaStreamNonBlocking, greatest), "cudaStreamCreate");
@@ -140,9 +146,22 @@ void Group::connect_nccl(const ncclUniqueId& id, int processors) {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.minCTAs = 1;
   config.maxCTAs = processors;
-  ncclComm_t made = nullptr;
-  check(ncclCommInitRankConfig(&made, size, id, rank, &config), "ncclCommInitRank");
-  nccl = made;
+  // NCCL waits without end for ranks that may have failed: by a thread that is left behind then.
+  std::packaged_task<ncclComm_t()> connect([=, device = device, rank = rank, size = size]() mutable {
+    check(cudaSetDevice(device), "cudaSetDevice");
+    ncclComm_t made = nullptr;
+    check(ncclCommInitRankConfig(&made, size, id, rank, &config), "ncclCommInitRank");
+    return made;
+  });
+  std::future<ncclComm_t> made = connect.get_future();
+  std::thread(std::move(connect)).detach();
+  const double seconds = watchdog->timeout_seconds;
+  if (made.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready) {
+    char told[96];
+    std::snprintf(told, sizeof told, "NCCL has waited for other ranks for %.1f s", seconds);
+    throw std::runtime_error(told);
+  }
+  nccl = made.get();
   nccl_processors = processors;
 }
 

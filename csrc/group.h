@@ -136,11 +136,12 @@ class Group {
   Group(const Group&) = delete;
   Group& operator=(const Group&) = delete;
 
-  // For the NCCL tier, by all ranks together; NCCL may take so many multiprocessors.
+  // For the NCCL tier, by all ranks together; NCCL may take so many multiprocessors. Throws where ranks do not come in
+  // the time that operations have.
   void connect_nccl(const ncclUniqueId& id, int processors);
 
   const int device, rank, size;
-  int architecture = 0;  // 9 for compute capability 9.0
+  bool may_follow_early = false;  // kernels may start while the one before ends, and wait for it: `follow_matmul`
   int nccl_processors = 0;
   std::atomic<ncclComm_t> nccl{nullptr};  // none, too, once an operation has been given up
   cudaStream_t transfers = nullptr;       // copies and collectives

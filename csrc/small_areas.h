@@ -178,7 +178,7 @@ void launch_after_matmul(const Group& group, void (*kernel)(Parameters...), int6
   config.blockDim = threads;
   config.stream = stream;
   config.attrs = &serialization;
-  config.numAttrs = group.architecture >= 9 ? 1 : 0;
+  config.numAttrs = group.may_follow_early ? 1 : 0;
   check(cudaLaunchKernelEx(&config, kernel, arguments...), "a kernel that exchanges small sums or few rows");
 }
 

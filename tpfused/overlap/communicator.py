@@ -79,9 +79,10 @@ class Communicator:
             (unique_id, *_) = exchange(unique_id, self.process_group, operation)
             if unique_id is not None:
                 _, failure = attempt(self.module.group_connect_nccl, self.handle, unique_id, NCCL_PROCESSORS)
-            for rank, told in by_rank(_reason(failure), self.process_group, operation).items():
-                if told:
-                    raise RuntimeError(f"rank {rank} could not make an NCCL communicator: {told}")
+            reasons = by_rank(_reason(failure), self.process_group, operation).items()
+            failed = [f"rank {rank} could not make an NCCL communicator: {told}" for rank, told in reasons if told]
+            if failed:
+                raise RuntimeError("; ".join(failed))
         self._has_nccl = True
 
     def set_timeout(self, seconds: float) -> None:
