@@ -10,7 +10,7 @@ from torch import Tensor
 from tpfused.checks import check_boolean, check_number, check_tensor
 from tpfused.collectives import all_gather
 from tpfused.group import TPGroup
-from tpfused.main_grad import check_one_gradient, gradient_of
+from tpfused.main_grad import check_one_gradient, gradients_of
 from tpfused.placement import local, splits
 
 
@@ -30,8 +30,9 @@ def clip_grad_norm_(
     the host unless `error_if_nonfinite`.
 
     Where a parameter has a `main_grad`, that is its gradient, which is counted and scaled. Its `grad` is then None, or
-    `main_grad` itself, or zeros for hooks, where ``grad_added_to_main_grad`` is True (Megatron-LM's convention: see
-    `accumulate_main_grad` of `ColumnParallelLinear`).
+    `main_grad` itself. Only where ``grad_added_to_main_grad`` is True there may be another one, whose sum with
+    `main_grad` is counted, and both are scaled: zeros for hooks, or the gradient of another use, as of a tied embedding
+    (Megatron-LM's convention: see `accumulate_main_grad` of `ColumnParallelLinear`).
 
     Args:
         parameters: one tensor or many. Gradients may be sparse in the COO layout, as an `nn.Embedding`'s are.
@@ -46,7 +47,7 @@ def clip_grad_norm_(
 
     Raises:
         ValueError: `norm_type` is not positive, `max_norm` is negative or NaN, or either is too large for a float; a
-            parameter has a `main_grad` and another gradient in `grad`.
+            parameter has a `main_grad` and another gradient in `grad`, without that mark.
         TypeError: numbers that are none, parameters that are no tensors, gradients of another sparse layout.
         RuntimeError: the norm is not finite and `error_if_nonfinite` is set, or the process group that a parameter is
             split over was destroyed.
@@ -64,8 +65,9 @@ def clip_grad_norm_(
     for index, param in enumerate(parameters):
         check_tensor(param, "each of the parameters")
         check_one_gradient(param, f"parameter {index}, of shape {tuple(param.shape)},")
-    parameters = [param for param in parameters if gradient_of(param) is not None]
-    for grad in map(gradient_of, parameters):
+    parameters = [param for param in parameters if gradients_of(param)]
+    gradients = [grad for param in parameters for grad in gradients_of(param)]
+    for grad in gradients:
         if grad.layout not in (torch.strided, torch.sparse_coo):
             raise TypeError(
                 f"a gradient of shape {tuple(grad.shape)} is {grad.layout}: only dense and sparse_coo ones are clipped"
@@ -77,7 +79,7 @@ def clip_grad_norm_(
         raise RuntimeError(f"the gradients' total norm of order {norm_type} is {total.item()}: nothing was clipped")
     scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
     by_dtype = {}
-    for grad in map(gradient_of, parameters):
+    for grad in gradients:
         by_dtype.setdefault(grad.dtype, []).append(grad._values() if grad.is_sparse else local(grad))
     for dtype, grads in by_dtype.items():
         torch._foreach_mul_(grads, scale.to(dtype))  # one kernel only where scale has the same dtype
@@ -132,12 +134,18 @@ def _key(group: TPGroup) -> tuple:
 
 
 def _own_gradient(param: Tensor) -> Tensor:
-    """The local part of the gradient, split as the parameter is: a DTensor's may have come as partial sums. Of a sparse
-    one the values, those of one place added up.
-    """
-    grad = gradient_of(param)
-    if grad.is_sparse:
-        return grad.coalesce().values()
+    """The local part of the gradient, split as the parameter is; of a sparse one the values, those of one place added
+    up."""
+    own, *more = (_own_part(grad, param) for grad in gradients_of(param))
+    if own.is_sparse:
+        return own.coalesce().values()
+    for each in more:
+        own = own + each.to(own.dtype)  # out of place: what is scaled are the parts
+    return own
+
+
+def _own_part(grad: Tensor, param: Tensor) -> Tensor:
+    """A DTensor's gradient may have come as partial sums."""
     placements = getattr(grad, "placements", None)  # a main_grad may be a plain tensor, the local part already
     if placements is None or placements == param.placements:
         return local(grad)

@@ -14,15 +14,15 @@ from tpfused.autograd import once_differentiable
 from tpfused.placement import local
 
 
-def gradient_of(param: Tensor) -> Tensor | None:
-    """`main_grad` where the parameter has one, for then its `grad` is None or zeros for hooks; else `grad`."""
-    main_grad = getattr(param, "main_grad", None)
-    return param.grad if main_grad is None else main_grad
+def gradients_of(param: Tensor) -> list[Tensor]:
+    """Whose sum is the parameter's gradient: its `grad`, its `main_grad`, or both, or none."""
+    grad, main_grad = param.grad, getattr(param, "main_grad", None)
+    return [each for each in (main_grad, None if grad is main_grad else grad) if each is not None]
 
 
 def check_one_gradient(param: Tensor, what: str) -> None:
-    """Refuse a `grad` beside a `main_grad` that is not the zeros which `announced` gives: a part of the gradient would
-    be overlooked, or all of it.
+    """Refuse a `grad` beside a `main_grad` but where `announced` has said that both count: who reads one overlooks a
+    part of the gradient, or all of it.
 
     Raises:
         ValueError
@@ -92,7 +92,7 @@ def announced(weight: Tensor, main_grad: Tensor | None, param: Tensor) -> tuple[
     that is left to add to.
 
     Megatron's data parallelism marks its parameters with ``grad_added_to_main_grad`` and wants to see a `grad`: they
-    get zeros, and the mark becomes True. Others' `grad` stays None.
+    get zeros, to which other uses of the parameter add, and the mark becomes True. Others' `grad` stays None.
     """
     if main_grad is None or not hasattr(param, "grad_added_to_main_grad"):
         return weight, main_grad

@@ -134,6 +134,8 @@ def check_refusals(ctx, tp):
                 hidden(8, 4)(odd)
         with refuses(TypeError, "split_tensor_along_last_dim", "list"):
             utils.split_tensor_along_last_dim([1.0], 1)
+        with refuses(TypeError, "contiguous_split_chunks must be True or False", "'no'"):
+            utils.split_tensor_along_last_dim(torch.ones(2), 1, "no")
         logits = torch.zeros(2, 8 // tp)
         with refuses(ValueError, (2,), (3,)):
             compat.vocab_parallel_cross_entropy(logits, torch.zeros(3, dtype=torch.int64))

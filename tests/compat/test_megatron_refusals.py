@@ -96,6 +96,8 @@ def check_refusals(ctx, tp, seed):
             getattr(megatron, name)(block.randn(), group=block.group)
         with refuses(TypeError, name, "list"):
             getattr(megatron, name)([1.0], group=block.group)
+    with refuses(TypeError, "tensor_parallel_output_grad must be True or False", "'no'"):
+        megatron.gather_from_sequence_parallel_region(block.randn(2), "no", block.group)
     if tp == 1:
         return
     for kind, sizes, told in (

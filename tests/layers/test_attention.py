@@ -163,6 +163,8 @@ def check_probabilities(ctx, tp, seed):
         assert hidden < (dropped == 0).sum() < dropped.numel() and not dropped.triu(1).any()
     with refuses(ValueError, "return_probabilities", "cache"):
         layer(x, cache=object(), return_probabilities=True)
+    with refuses(TypeError, "return_probabilities must be True or False", "'no'"):
+        layer(x, return_probabilities="no")
 
 
 def check_dtypes(ctx, tp, seed, dtype):
@@ -317,6 +319,7 @@ def test_one_token_with_shared_key_value_heads(seed):
     masks[1][0] = False
     for mask in (None, *masks, torch.randn(2, 1, 1, 5).double()):
         assert_close(scaled_dot_product_attention(q, k, v, mask, False, 0.0), reference.attention_core(q, k, v, mask))
+    assert scaled_dot_product_attention(q[:0], k[:0], v[:0], None, False, 0.0).shape == (0, 8, 1, 4)
 
 
 @pytest.mark.parametrize("sequence_dim", [0, 1])

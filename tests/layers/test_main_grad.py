@@ -236,7 +236,7 @@ def test_weights_that_fsdp2_ignores(workers, tp):
     workers.run(check_left_out_of_fsdp2, tp)
 
 
-def test_a_main_grad_beside_another_gradient_is_not_clipped():
+def test_clipping_a_main_grad_beside_another_gradient():
     plain, both = (nn.Parameter(torch.zeros(3)) for _ in range(2))
     plain.grad = torch.ones(3)
     both.main_grad = torch.zeros(3)
@@ -248,8 +248,16 @@ def test_a_main_grad_beside_another_gradient_is_not_clipped():
         with refuses(ValueError, "parameter 1", (3,), "main_grad", "FSDP2"):
             clip_grad_norm_([plain, both], 1.0)
         assert (plain.grad == 1).all()
-    both.grad_added_to_main_grad = True  # what a layer says that has given zeros
-    assert clip_grad_norm_([plain, both], 9.0) == 3**0.5
+    both.grad_added_to_main_grad = True  # what a layer says that has given zeros, to which others may have added
+    assert clip_grad_norm_([plain, both], 9.0) == 6**0.5
+    both.main_grad += 2
+    assert clip_grad_norm_([plain, both], 30**0.5 / 2).item() == pytest.approx(30**0.5)
+    scaled = torch.stack((plain.grad, both.grad, both.main_grad))
+    torch.testing.assert_close(scaled, torch.tensor([0.5, 0.5, 1])[:, None].expand(3, 3))
+    both.grad = torch.eye(3)[0].to_sparse()
+    plain.grad, both.main_grad = None, torch.ones(3)
+    assert clip_grad_norm_([plain, both], 9.0) == 6**0.5
+    plain.grad, both.grad = torch.ones(3), torch.ones(3)
     del both.grad_added_to_main_grad
     both.main_grad = both.grad
     assert clip_grad_norm_([plain, both], 1.0) == 6**0.5

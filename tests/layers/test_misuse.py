@@ -410,6 +410,25 @@ def test_configs_of_another_kind_are_refused(kind):
         kind(TransformerConfig(**SIZES, attention_dropout=None), group=alone)
 
 
+def check_bias(ctx, tp, backend):
+    """Of another dtype or size than the weight's: one error at any number of ranks, on either path."""
+    block = Block(ctx, tp, "group", 0)
+    for kind in (ColumnParallelLinear, RowParallelLinear):
+        layer = kind(4 * tp, 4 * tp, device=ctx.device, dtype=torch.bfloat16, backend=backend, **block.place)
+        x = torch.ones(2, layer.weight.shape[1], device=ctx.device, dtype=torch.bfloat16)
+        layer.bias.data = layer.bias.data.float()
+        with refuses(TypeError, f"{kind.__name__}: the bias is", torch.float32, torch.bfloat16):
+            layer(x)
+        layer.bias.data = layer.bias.data[:1].bfloat16()
+        with refuses(ValueError, f"{kind.__name__}: the bias must have", (1,)):
+            layer(x)
+
+
+@pytest.mark.parametrize("backend", [None, "reference"])
+def test_a_bias_unlike_the_weight_is_refused(workers, tp, backend):
+    workers.run(check_bias, tp, backend)
+
+
 def check_whole_input(ctx, tp):
     block = Block(ctx, tp, "group", 0)
     layer = RowParallelLinear(4 * tp, 3, device=ctx.device, **block.place)

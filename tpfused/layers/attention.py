@@ -149,6 +149,7 @@ class ParallelAttention(nn.Module):
         added = joined(x, self.hidden_size, residual, then, "ParallelAttention")
         if mask is not None:
             mask = self._own_mask(mask, x, total_len)
+        checks.check_boolean(return_probabilities, "return_probabilities")
         if return_probabilities and (cache is not None or then is not None):
             raise ValueError("ParallelAttention: return_probabilities goes with neither a cache nor `then`")
         if cache is not None:

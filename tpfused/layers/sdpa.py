@@ -45,7 +45,7 @@ def scaled_dot_product_attention(
     queries = q.shape[1] // k.shape[1]
     if queries > 1 and q.shape[2] == 1 and (mask is None or mask.shape[1] == 1):
         # One token, as in decoding: the heads that share a k and v are so many tokens of one head, nothing is repeated.
-        rows = q.reshape(*k.shape[:2], queries, -1)
+        rows = q.reshape(*k.shape[:2], queries, q.shape[3])
         return scaled_dot_product_attention(rows, k, v, mask, False, dropout, no_empty_rows, backend).reshape(q.shape)
     shares = mask is None and shares_heads(q, backend)
     if queries > 1 and not shares:

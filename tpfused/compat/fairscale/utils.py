@@ -10,6 +10,7 @@ from __future__ import annotations
 from torch import Tensor
 
 from tpfused import sharding
+from tpfused.checks import check_boolean
 from tpfused.compat import asserted
 from tpfused.compat.sizes import size_of
 
@@ -35,6 +36,7 @@ def split_tensor_along_last_dim(
     Raises:
         ValueError: `num_partitions` does not divide n.
     """
+    check_boolean(contiguous_split_chunks, "contiguous_split_chunks")
     last = size_of(tensor, -1, "split_tensor_along_last_dim")
     parts = tensor.split(divide(last, num_partitions), dim=-1)
     return tuple(part.contiguous() for part in parts) if contiguous_split_chunks else parts

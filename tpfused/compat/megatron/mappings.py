@@ -15,7 +15,7 @@ import sys
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfused.checks import check_dense
+from tpfused.checks import check_boolean, check_dense
 from tpfused.collectives import (
     all_gather_tokens,
     copy_to_group,
@@ -88,6 +88,7 @@ def gather_from_sequence_parallel_region(
     rank's slice if every rank repeats it. `output_split_sizes` must be None; `use_global_buffer` is without meaning.
     """
     _refuse_split_sizes(output_split_sizes, "gather_from_sequence_parallel_region", "output_split_sizes")
+    check_boolean(tensor_parallel_output_grad, "tensor_parallel_output_grad")
     tp = find_group(group)
     gather = all_gather_tokens if tensor_parallel_output_grad else gather_from_group
     return gather(input_, 0, size_of(input_, 0, "gather_from_sequence_parallel_region") * tp.size, tp)
