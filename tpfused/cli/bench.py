@@ -134,7 +134,7 @@ COMM_EXAMPLES = """\
 operations: all_reduce, all_gather, reduce_scatter, broadcast, all_to_all
 
 examples:
-  tpfused bench comm --quick               5 sizes of each, on all GPUs
+  tpfused bench comm --quick               a few sizes of each, on all GPUs
   tpfused bench comm --gpus 2 --json comm.json --plot plots
                                            all sizes, on two; keep and draw them
   tpfused bench comm --tp 4 --dp 2         the groups of a 4 x 2 grid
@@ -250,7 +250,7 @@ def _add_comm(areas) -> None:
         help="collectives alone, on several GPUs or a CPU",
         description=COMM,
         epilog=COMM_EXAMPLES,
-        quick="5 of the sizes, 5 rounds",
+        quick="1 KiB to 256 MiB in 5 steps, as far as there are such sizes, 5 rounds",
         dtypes="bf16 (default), fp16 or fp32",
     )
     what.add_argument("--sizes", metavar="LIST", help="these sizes, such as 4K,1M,1G, of whatever --quick says")
