@@ -155,7 +155,7 @@ void Group::connect_nccl(const ncclUniqueId& id, int processors) {
   });
   std::future<ncclComm_t> made = connect.get_future();
   std::thread(std::move(connect)).detach();
-  const double seconds = watchdog->timeout_seconds;
+  const double seconds = std::min(watchdog->timeout_seconds.load(), 1e9);  // which a clock can count
   if (made.wait_for(std::chrono::duration<double>(seconds)) != std::future_status::ready) {
     char told[96];
     std::snprintf(told, sizeof told, "NCCL has waited for other ranks for %.1f s", seconds);

@@ -4,6 +4,7 @@ import os
 import re
 import time
 from functools import partial
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ import torch.distributed as dist
 
 from tests.distributed import WorkerFailure
 from tests.overlap.cases import TOLERANCE, Captured, Case, assert_given_up
+from tpfused.group import resolve_group
 from tpfused.overlap import communicator
 from tpfused.overlap.tiers import tier
 
@@ -117,6 +119,26 @@ def check_dead_rank(ctx, name):
         assert_given_up(f"all_gather_matmul on rank {ctx.rank} of {ctx.world}", case.run, case.run)
 
 
+def check_a_rank_without_nccl(ctx):
+    """NCCL itself would wait for it for ever."""
+    communicator.set_timeout(3)
+    torch.manual_seed(0)
+    group, case, last = dist.new_group(), Case(ctx, *CASES["copied rows"][:4]), ctx.world - 1
+    with tier("first"):
+        case.run(group)
+    made = communicator.communicator_of(resolve_group(group), ctx.device)
+    told = f"rank {last} could not make an NCCL communicator: no NCCL"
+    if ctx.rank != last:
+        told = f"rank {ctx.rank} could not make an NCCL communicator: NCCL has waited for other ranks for 3.0 s.*{told}"
+    broken = Mock(wraps=made.module, group_connect_nccl=Mock(side_effect=OSError("no NCCL")))
+    with tier("nccl"):
+        with patch.object(made, "module", broken if ctx.rank == last else made.module):
+            with pytest.raises(RuntimeError, match=told):
+                case.run(group)
+        assert case.error(case.run(group)).item() <= TOLERANCE
+    dist.destroy_process_group(group)
+
+
 @on_gpus
 @pytest.mark.parametrize("replayed", [False, True], ids=["eager", "replayed"])
 @pytest.mark.parametrize("name, what", [("nccl", "copied rows"), *(("p2p", what) for what in CASES)])
@@ -132,6 +154,11 @@ def test_a_dead_rank_leaves_no_other_waiting(ranks, name):
         ranks.run(check_dead_rank, name, timeout=60)
     # The others got their error, and answered, within the few seconds that the pool then gives them.
     assert not re.search(r"ranks? [\d, ]+ of \d+ (raised|had not)", str(failure.value)), failure.value
+
+
+@on_gpus
+def test_a_rank_that_can_not_join_nccl_is_named(ranks):
+    ranks.run(check_a_rank_without_nccl, timeout=60)
 
 
 @on_gpus
