@@ -175,6 +175,12 @@ def check_vector(x: Tensor, weight: Tensor, operation: str, what: str) -> None:
         raise TypeError(f"{operation}: {what} is {x.dtype}, the weight {weight.dtype}")
 
 
+def check_bias(bias: Tensor | None, weight: Tensor, layer: str) -> None:
+    """`check_vector` of a layer's own bias, if any, where it looks wrong at first sight: this is done each time."""
+    if bias is not None and (bias.dtype != weight.dtype or bias.shape != weight.shape[:1]):
+        check_vector(bias, weight, layer, "the bias")
+
+
 def check_sequence_dim(sequence_dim: int) -> int:
     return check_integer(sequence_dim, "sequence_dim")
 

@@ -161,8 +161,7 @@ def column_forward(
     `layer`: whose errors these are.
     """
     checks.check_input(x, weight.shape[1], weight, layer)
-    if bias is not None:
-        checks.check_vector(bias, weight, layer, "the bias")
+    checks.check_bias(bias, weight, layer)
     if sequence_dim is not None:
         sequence_dim = checks.token_dim(x, sequence_dim, layer)
         total_len = checks.total_tokens(x, sequence_dim, total_len, group, layer)
@@ -327,8 +326,7 @@ class RowParallelLinear(LinearParameters):
             return self._forward_norm(x, weight, *then)
         bias = self.replicated("bias", sharded_tokens=self.sequence_parallel)
         added = None if self.skip_bias_add else bias
-        if added is not None:
-            checks.check_vector(added, weight, self.called, "the bias")
+        checks.check_bias(added, weight, self.called)
         if self.backend == "reference" or self.group.alone:
             tell("row-parallel linear", x, PLAIN, why_plain(x, self.backend) or "one rank")
             out = reference.row_parallel_linear(
