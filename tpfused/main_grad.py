@@ -27,16 +27,12 @@ def check_one_gradient(param: Tensor, what: str) -> None:
     Raises:
         ValueError
     """
-    main_grad = getattr(param, "main_grad", None)
-    if main_grad is None or getattr(param, "grad_added_to_main_grad", False):
-        return
-    grad = param.grad
-    if grad is None or grad is main_grad:
+    if len(gradients_of(param)) < 2 or getattr(param, "grad_added_to_main_grad", False):
         return
     raise ValueError(
-        f"{what} has a grad of shape {tuple(grad.shape)} beside its main_grad, and only one can be its gradient: with "
-        f"accumulate_main_grad=True a layer adds to main_grad alone, but not under FSDP2 or where the weight is used "
-        f"outside of the layer. Delete the attribute main_grad, or set grad to None"
+        f"{what} has a grad of shape {tuple(param.grad.shape)} beside its main_grad, and only one can be its gradient: "
+        f"with accumulate_main_grad=True a layer adds to main_grad alone, but not under FSDP2 or where the weight is "
+        f"used outside of the layer. Delete the attribute main_grad, or set grad to None"
     )
 
 

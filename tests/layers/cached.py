@@ -25,10 +25,6 @@ modes = pytest.mark.parametrize("mode", ["group", "mesh"])
 configs = pytest.mark.parametrize("name", CONFIGS)
 
 
-def draw_ids(block, config, tokens, batch=2):
-    return torch.randint(config.vocab_size, (batch, tokens), device=block.device)
-
-
 def make(block, config, dtype=torch.float64):
     """A model in eval mode, and the dense weights that it holds parts of."""
     model, whole = twins(block, lambda **place: ParallelTransformer(config, **place), dtype)

@@ -3,7 +3,8 @@
 import torch
 
 from tests.compare import Block, refuses
-from tests.layers.cached import GPT, draw_ids, make
+from tests.layers.cached import GPT, make
+from tests.layers.test_transformer import draw_ids
 from tpfused import KVCache, vocab_parallel_argmax
 from tpfused.group import resolve_group
 

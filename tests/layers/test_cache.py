@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from tests.compare import Block, assert_close, assert_within_rule, refuses
-from tests.layers.cached import CONFIGS, GPT, LLAMA, TOKENS, configs, draw_ids, in_parts, make, modes
+from tests.layers.cached import CONFIGS, GPT, LLAMA, TOKENS, configs, in_parts, make, modes
+from tests.layers.test_transformer import draw_ids
 from tpfused import KVCache, ParallelTransformer, reference
 
 

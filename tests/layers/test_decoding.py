@@ -8,7 +8,8 @@ import torch
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from tests.compare import Block, assert_within_rule, unpacked
-from tests.layers.cached import GPT, LLAMA, TOKENS, draw_ids, in_parts, make
+from tests.layers.cached import GPT, LLAMA, TOKENS, in_parts, make
+from tests.layers.test_transformer import draw_ids
 from tests.overlap.test_operations import forced
 from tpfused import ParallelTransformer, reference
 from tpfused.group import TPGroup

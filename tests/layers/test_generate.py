@@ -10,7 +10,8 @@ import torch
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
 from tests.compare import Block, assert_close, collectives_made, packed, refuses
-from tests.layers.cached import CONFIGS, GPT, LLAMA, configs, draw_ids, in_parts, make, modes
+from tests.layers.cached import CONFIGS, GPT, LLAMA, configs, in_parts, make, modes
+from tests.layers.test_transformer import draw_ids
 from tests.overlap.test_operations import forced
 from tpfused import KVCache, ParallelTransformer, reference
 from tpfused.collectives import all_gather

@@ -419,6 +419,11 @@ def check_bias(ctx, tp, backend):
         layer.bias.data = layer.bias.data.float()
         with refuses(TypeError, f"{kind.__name__}: the bias is", torch.float32, torch.bfloat16):
             layer(x)
+        if kind is RowParallelLinear:
+            norm = Norm("rmsnorm", 4 * tp, device=ctx.device, dtype=torch.bfloat16, **block.place)
+            residual = torch.ones(2, 4 * tp, device=ctx.device, dtype=torch.bfloat16)
+            with torch.no_grad(), refuses(TypeError, f"{kind.__name__}: the bias is", torch.float32, torch.bfloat16):
+                layer(x, then=(residual, norm))
         layer.bias.data = layer.bias.data[:1].bfloat16()
         with refuses(ValueError, f"{kind.__name__}: the bias must have", (1,)):
             layer(x)

@@ -5,8 +5,6 @@ from functools import partial
 import pytest
 import torch
 
-from tests.conftest import gpu_world
-from tests.distributed import Workers
 from tests.overlap.cases import DTYPES, OPERATIONS, Captured, Case
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.matmul_all_reduce import matmul_all_reduce
@@ -14,6 +12,8 @@ from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
 from tpfused.overlap.tiers import deterministic, tier
 from tpfused.sharding import shard_size
 
+pytestmark = pytest.mark.gpu
+on_gpus = pytest.mark.parametrize("workers", ["cuda"], indirect=True)
 # Tokens, features in and out. Other modes exchange blocks of the first's rows, and multiply the last ones' together.
 SIZES = [(8200, 256, 8200), (4096, 1024, 2048), (2000, 264, 520), (16, 1024, 512), (3, 64, 8), (1, 64, 8)]
 OUTPUTS = "result", "dx", "dweight", "dbias"
@@ -24,13 +24,14 @@ def check_same_bits(ctx, dtype, tf32, seed):
     torch.backends.cuda.matmul.allow_tf32 = tf32
     for tokens, k, n in SIZES:
         for name in OPERATIONS:
-            case, runs = Case(ctx, name, tokens, k, n, dtype=dtype), {}
+            case, runs, captured = Case(ctx, name, tokens, k, n, dtype=dtype), {}, []
             with deterministic():
                 for run, by in enumerate(("p2p", "nccl", "p2p")):
                     with tier(by):
                         runs[f"{by}, run {run}"] = case.run(backward=True)
                 for by, backward in (("p2p", False), ("p2p", True), ("nccl", True)):
-                    runs[f"{by}, a replay, {backward=}"] = Captured([case], by, backward).replay(case)
+                    captured.append(Captured([case], by, backward))
+                    runs[f"{by}, a replay, {backward=}"] = captured[-1].replay(case)
             first = runs["p2p, run 0"]
             for run, results in runs.items():
                 for mine, expected, what in zip(results, first, OUTPUTS, strict=False):
@@ -73,20 +74,12 @@ def check_same_bits_of_options(ctx, seed):
                 assert torch.equal(mine, expected), f"{name}: tensor {index}"
 
 
-@pytest.fixture
-def gpus():
-    if gpu_world() < 2:
-        pytest.skip("needs two GPUs")
-    with Workers("cuda", gpu_world()) as workers:
-        yield workers
-
-
-@pytest.mark.gpu
+@on_gpus
 @pytest.mark.parametrize("dtype, tf32", [*((dtype, False) for dtype in DTYPES), (torch.float32, True)])
-def test_every_run_and_tier_gives_the_same_bits(gpus, dtype, tf32, seed):
-    gpus.run(check_same_bits, dtype, tf32, seed)
+def test_every_run_and_tier_gives_the_same_bits(ranks, dtype, tf32, seed):
+    ranks.run(check_same_bits, dtype, tf32, seed)
 
 
-@pytest.mark.gpu
-def test_options_give_the_same_bits(gpus, seed):
-    gpus.run(check_same_bits_of_options, seed)
+@on_gpus
+def test_options_give_the_same_bits(ranks, seed):
+    ranks.run(check_same_bits_of_options, seed)

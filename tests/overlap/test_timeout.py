@@ -13,7 +13,7 @@ import torch.distributed as dist
 from tests.distributed import WorkerFailure
 from tests.overlap.cases import TOLERANCE, Captured, Case, assert_given_up
 from tpfused.group import resolve_group
-from tpfused.overlap import communicator
+from tpfused.overlap import calls, communicator
 from tpfused.overlap.tiers import tier
 
 pytestmark = pytest.mark.gpu
@@ -119,6 +119,23 @@ def check_dead_rank(ctx, name):
         assert_given_up(f"all_gather_matmul on rank {ctx.rank} of {ctx.world}", case.run, case.run)
 
 
+def check_broken_off(ctx, name):
+    """An operation that fails while it is enqueued: its peers count on the rest of it."""
+    communicator.set_timeout(20)
+    torch.manual_seed(0)
+    group, case = dist.new_group(), Case(ctx, *CASES["copied rows"][:4])
+    told = "all_gather_matmul was broken off: the workspace is too small"
+    with tier(name):
+        with patch.dict(calls.WORKSPACE, dict.fromkeys(calls.WORKSPACE, 0)), pytest.raises(RuntimeError, match=told):
+            case.run(group)
+        with pytest.raises(RuntimeError, match=told):
+            case.run(group)
+        dist.destroy_process_group(group)
+        group = dist.new_group()
+        assert case.error(case.run(group)).item() <= TOLERANCE
+        dist.destroy_process_group(group)
+
+
 def check_a_rank_without_nccl(ctx):
     """NCCL itself would wait for it for ever."""
     communicator.set_timeout(3)
@@ -154,6 +171,12 @@ def test_a_dead_rank_leaves_no_other_waiting(ranks, name):
         ranks.run(check_dead_rank, name, timeout=60)
     # The others got their error, and answered, within the few seconds that the pool then gives them.
     assert not re.search(r"ranks? [\d, ]+ of \d+ (raised|had not)", str(failure.value)), failure.value
+
+
+@on_gpus
+@tiers
+def test_an_operation_that_breaks_off_ends_its_group(ranks, name):
+    ranks.run(check_broken_off, name, timeout=60)
 
 
 @on_gpus

@@ -358,6 +358,7 @@ class RowParallelLinear(LinearParameters):
             total = residual + self.forward(x)
             return total, norm(total)
         bias, operands = self.replicated("bias", sharded_tokens=False), norm.operands()
+        checks.check_bias(bias, weight, self.called)
         return matmul_all_reduce_norm(
             x, weight, bias, residual, operands, in_features=self.split_features(), group=self.group
         )
