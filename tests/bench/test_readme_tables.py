@@ -106,6 +106,7 @@ def test_newest_of_each_card_and_operation(place):
     assert text.index("Another GPU") < text.index("Some GPU")
     assert "| 1.0 |" not in text and "| 2.0 |" in text and "| 3.0 |" in text and "| 4.0 |" in text
     assert "embedding: **Some GPU**" in text and "softmax: **Some GPU**" in text and "no commit, 2026-01-03" in text
+    assert text.rindex("| softmax (") < text.index("| embedding (")  # the newer one: in the benchmark's order
 
 
 def test_wrong_and_failed_are_said(place):
