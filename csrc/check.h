@@ -14,7 +14,9 @@ namespace tpfused {
 // names it. Only types and inline functions come from these headers: importing needs no libcuda.
 
 inline void check(cudaError_t error, const char* what) {
-  if (error != cudaSuccess) throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
+  if (error == cudaSuccess) return;
+  cudaGetLastError();  // the thread's next kernel, also one of torch's, would be told to have failed by this
+  throw std::runtime_error(std::string(what) + ": " + cudaGetErrorString(error));
 }
 
 inline void check(CUresult error, const char* what) {

@@ -134,8 +134,19 @@ def check_groups_made_again(ctx, folders, seed):
                 assert error <= TOLERANCE, f"{name} {case.name}: {error}"
 
 
-def no_memory(*args):
-    raise RuntimeError("this test lends no memory")
+def lends_no_memory(module):
+    """CUDA itself refuses, as it does where memory is short."""
+    allocate = module.group_allocate
+    return "group_allocate", lambda handle, slot_bytes: allocate(handle, 2**50)
+
+
+def reaches_no_peer(module):
+    """As where GPUs do not reach each other: CUDA refuses what the peers have told."""
+    connect = module.group_connect
+    return "group_connect", lambda handle, handles: connect(handle, [bytes(len(each)) for each in handles])
+
+
+LACKS = {"no memory for peers on one rank": lends_no_memory, "no way to peers' memory from one rank": reaches_no_peer}
 
 
 def check_peers_out_of_reach(ctx, why):
@@ -148,7 +159,8 @@ def check_peers_out_of_reach(ctx, why):
         if why == "another host":
             patch.setattr(communicator.Communicator, "_on_one_host", lambda self: False)
         elif ctx.rank == ctx.world - 1:
-            patch.setattr(extension.load(), "group_allocate", no_memory)
+            module = extension.load()
+            patch.setattr(module, *LACKS[why](module))
         for case in (*cases, *cases):
             with tier("nccl"):
                 error = case.error(case.run(group, backward=True)).item()
@@ -179,7 +191,7 @@ def test_process_groups_made_again(ranks, seed, tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", ["cuda"], indirect=True)
-@pytest.mark.parametrize("why", ["another host", "no memory for peers on one rank"])
+@pytest.mark.parametrize("why", ["another host", *LACKS])
 def test_peers_out_of_reach(ranks, why):
     assert sum(ranks.run(check_peers_out_of_reach, why, timeout=60)) == 1
 
