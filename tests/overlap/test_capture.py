@@ -1,6 +1,7 @@
 """Overlapped operations in CUDA graphs: thousands of replays with new inputs, beside eager calls and other graphs."""
 
 import random
+from itertools import cycle
 
 import pytest
 import torch
@@ -20,6 +21,7 @@ from tests.overlap.cases import (
     perhaps_late,
     poisoned,
 )
+from tests.overlap.test_agreement import debugging
 from tpfused.overlap import communicator
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
@@ -42,10 +44,10 @@ def check_replays(ctx, names, operations, sizes, replays, seed):
     torch.manual_seed(seed)
     rng = random.Random(seed)
     with poisoned():
-        graphs = []
+        graphs, dtypes = [], cycle(rng.sample(DTYPES, len(DTYPES)))
         for size in sizes:
             for operation in operations:
-                activation, dtype = rng.choice(ACTIVATIONS), rng.choice(DTYPES)
+                activation, dtype = rng.choice(ACTIVATIONS), next(dtypes)
                 cases = [Case(ctx, operation, *size, activation, dtype) for _ in range(INPUTS)]
                 graphs += [Captured(cases, name, backward) for name in names for backward in (False, True)]
         replayed, eager = (Errors(ctx, [graph.name for graph in graphs]) for _ in range(2))
@@ -125,6 +127,17 @@ def check_captured_too_early(ctx, operation):
     dist.destroy_process_group(group)
 
 
+def check_captured_under_detail(ctx, name):
+    """Outside of captures ranks compare their calls, which no graph can hold."""
+    communicator.set_timeout(20)
+    torch.manual_seed(0)
+    for operation in OPERATIONS:
+        case = Case(ctx, operation, *SIZES[1])
+        with debugging():
+            captured = Captured([case], name, backward=True)
+        assert case.error(captured.replay(case)).item() <= TOLERANCE, operation
+
+
 @on_gpus
 @tiers
 @pytest.mark.parametrize("operation", OPERATIONS)
@@ -147,3 +160,9 @@ def test_graphed_callable(ranks, name, seed):
 @pytest.mark.parametrize("operation", ["all_gather_matmul", "matmul_all_reduce"])
 def test_captured_too_early(ranks, operation):
     ranks.run(check_captured_too_early, operation, timeout=60)
+
+
+@on_gpus
+@tiers
+def test_captured_under_detail(ranks, name):
+    ranks.run(check_captured_under_detail, name, timeout=60)

@@ -75,11 +75,13 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
 
     Raises:
         ValueError: the tier that TPFUSED_TIER or `tier` asks for is not to be had here; the ranks' shapes differ, which
-            is looked at where the case is new, and under TORCH_DISTRIBUTED_DEBUG=DETAIL at each call.
+            is looked at where the case is new, and under TORCH_DISTRIBUTED_DEBUG=DETAIL at each call outside of
+            captures.
         RuntimeError: an earlier operation of the group was given up on this rank, or on any where the case is new.
     """
     dtype = x.dtype
-    if group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL:
+    compare = group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL
+    if compare and not (_is_on_gpu(x) and _is_capturing()):
         check_agreement(group, operation, shape, dtype, wanted[-1] + ", deterministic" * exact[-1])
     key = (
         shape, operation, group.process_group, group.replicas, x.get_device(), dtype, wanted[-1], exact[-1],
