@@ -87,8 +87,14 @@ class Case:
     def run(self, group=None, backward: bool = False) -> list[Tensor]:
         """The result; with `backward`, also the gradients of this rank's x, weight and bias."""
         with torch.set_grad_enabled(backward):
-            out = self._operation(*self.inputs, group=group)
-        return [out.detach(), *(torch.autograd.grad(out, self.inputs, self.grad) if backward else ())]
+            out = self.forward(group)
+        return [out.detach(), *(self.gradients(out) if backward else ())]
+
+    def forward(self, group=None) -> Tensor:
+        return self._operation(*self.inputs, group=group)
+
+    def gradients(self, out: Tensor) -> tuple[Tensor, ...]:
+        return torch.autograd.grad(out, self.inputs, self.grad)
 
     def twin(self) -> "Case":
         """The same in memory of its own."""

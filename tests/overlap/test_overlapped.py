@@ -1,0 +1,70 @@
+"""Rows travel while the GPU multiplies, forward and backward, and NCCL takes no more of it than it may."""
+
+import json
+import tempfile
+
+import pytest
+import torch
+from torch.profiler import ProfilerActivity, profile
+
+from tests.overlap.cases import OPERATIONS, Case
+from tpfused.overlap.communicator import NCCL_PROCESSORS
+from tpfused.overlap.tiers import tier
+
+SIZES = 8192, 4096, 4096  # tokens, in and out features: several blocks, and matmuls as long as what travels
+MOVES = {"p2p": "Memcpy", "nccl": "nccl"}
+NO_MATMUL = "Memcpy", "Memset", "nccl", "tpfused::", "at::native"
+LEAST = 0.2  # of the shorter of all that travels and all that is multiplied: what runs one after the other has none
+
+
+def traced(step) -> list[dict]:
+    """What the GPU did in it: kernels and copies."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as profiled:
+        step()
+        torch.cuda.synchronize()
+    with tempfile.NamedTemporaryFile(suffix=".json") as file:
+        profiled.export_chrome_trace(file.name)
+        events = json.load(file)["traceEvents"]
+    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+
+
+def share_beside(moves: list[dict], matmuls: list[dict]) -> float:
+    """Of the shorter of the two, the share that runs beside the other."""
+
+    def beside(one: dict, other: dict) -> float:
+        ends = (event["ts"] + event["dur"] for event in (one, other))
+        return max(0.0, min(ends) - max(one["ts"], other["ts"]))
+
+    shorter = min(sum(event["dur"] for event in events) for events in (moves, matmuls))
+    return sum(beside(move, matmul) for move in moves for matmul in matmuls) / shorter
+
+
+def check_overlap(ctx):
+    torch.manual_seed(0)
+    for operation in OPERATIONS:
+        case = Case(ctx, operation, *SIZES)
+        for name, move in MOVES.items():
+            with tier(name):
+                case.run(backward=True)
+                outs = []
+                passes = {"forward": traced(lambda: outs.append(case.forward()))}  # noqa: B023
+                passes["backward"] = traced(lambda: case.gradients(outs[0]))  # noqa: B023
+            for which, events in passes.items():
+                if (operation, which) == ("column_matmul", "forward"):
+                    continue  # nothing travels
+                moves = [event for event in events if move in event["name"]]
+                matmuls = [event for event in events if not any(word in event["name"] for word in NO_MATMUL)]
+                told = f"{operation} by {name}, {which}"
+                assert moves and matmuls, f"{told}: {sorted({event['name'] for event in events})}"
+                assert share_beside(moves, matmuls) >= LEAST, f"{told}: {share_beside(moves, matmuls):.2f}"
+                if name == "nccl":
+                    assert max(event["args"]["grid"][0] for event in moves) <= NCCL_PROCESSORS, told
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+def test_rows_travel_beside_matmuls(ranks):
+    if ranks.world > torch.cuda.device_count():
+        pytest.skip("needs a GPU for each rank: they take turns on one")
+    ranks.run(check_overlap, timeout=90)
