@@ -10,15 +10,18 @@ from tests import interpreter
 from tests.distributed import Workers
 
 CPU_WORLD = 4
+_asked: dict[str, int | None] = {"ranks": None}
 
 interpreter.use_where_there_is_no_gpu()
 
 
 def pytest_addoption(parser):
     parser.addoption("--seed", type=int, help="seed of all random test data; drawn anew when not given")
+    parser.addoption("--ranks", type=int, choices=(1, 2, 4), help="on GPUs: so many, which share them where too few")
 
 
 def pytest_configure(config):
+    _asked["ranks"] = config.option.ranks
     if config.option.seed is None:
         config.option.seed = int.from_bytes(os.urandom(3), "big")
 
@@ -28,13 +31,15 @@ def pytest_report_header(config):
 
 
 def gpu_world() -> int:
-    """How many GPUs the distributed tests use: the largest of 1, 2 and 4 that there are, or 0."""
-    return max(n for n in (0, 1, 2, 4) if n <= torch.cuda.device_count())
+    """How many ranks the distributed tests have on GPUs: `--ranks`, or the largest of 1, 2 and 4 GPUs that there are;
+    0 without a GPU."""
+    gpus = torch.cuda.device_count()
+    return (gpus and _asked["ranks"]) or max(n for n in (0, 1, 2, 4) if n <= gpus)
 
 
 @pytest.fixture(scope="module", params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def workers(request):
-    """Worker processes shared by a module's tests: 4 under gloo, or one a GPU under NCCL."""
+    """Worker processes shared by a module's tests: 4 under gloo, or under NCCL one a GPU, or `--ranks`."""
     world = CPU_WORLD if request.param == "cpu" else gpu_world()
     if world == 0:
         pytest.skip("there is no GPU")

@@ -25,6 +25,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from tpfused.workers import gpu_of
+
 START_TIMEOUT = 120.0  # seconds for a worker to import and join the process group
 ANSWER_TIMEOUT = 120.0  # seconds for all workers to answer one call
 GRACE = 5.0  # seconds the others get once one worker has failed: they may wait for it in a collective
@@ -66,7 +68,7 @@ class Context:
 
 
 class Workers:
-    """`world` processes in one process group: gloo on "cpu", NCCL with a GPU each on "cuda".
+    """`world` processes in one process group: gloo on "cpu", NCCL on "cuda", with a GPU each where there are so many.
 
     They start with the first call of `run` and stay until `close`.
     """
@@ -190,7 +192,7 @@ def _serve(connection, rank: int, world: int, device_type: str, folder: str):
         os.dup2(log.fileno(), 2)
         faulthandler.enable(log)
         faulthandler.register(signal.SIGUSR1, log)
-        device = torch.device(device_type, rank if device_type == "cuda" else None)
+        device = gpu_of(rank, world) if device_type == "cuda" else torch.device(device_type)
         context = Context(rank, world, device)
         _answer(connection, _join, context, folder)
         with suppress(EOFError):

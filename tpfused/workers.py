@@ -121,6 +121,19 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
             _listen(processes, pipes, signals, on_event)
 
 
+def gpu_of(local_rank: int, local_world: int) -> "torch.device":
+    """The GPU of one of so many ranks on this host. Of fewer GPUs each serves several ranks, slowly, to see whether
+    they are right. NCCL takes no two ranks of one host on one GPU, so it is told that each is a host of its own.
+    """
+    import torch  # not above: a worker may need no torch
+
+    gpus = torch.cuda.device_count()
+    if local_world > gpus:
+        os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
+    return torch.device("cuda", local_rank % gpus)
+
+
 def join_group(worker: Worker, device: "torch.device", timeout_s: float = COLLECTIVE_TIMEOUT_S) -> None:
     """Make the default process group of all workers: NCCL for a GPU, gloo for a CPU."""
     import torch.distributed as dist  # not above: a worker may need no torch

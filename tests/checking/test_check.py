@@ -1,6 +1,7 @@
 """`tpfused check`: what it refuses, a whole run on the CPU, and that it sees what is wrong."""
 
 import json
+import os
 import shlex
 import subprocess
 import sys
@@ -20,7 +21,7 @@ from tpfused.kernels.decode import decode_attention
 from tpfused.layers import cache, mlp
 from tpfused.layers.cache import KVCache, LayerCache
 from tpfused.overlap.tiers import wanted
-from tpfused.workers import Worker
+from tpfused.workers import Worker, gpu_of
 
 ALONE = TPGroup(None, 0, 1)
 CPU = torch.device("cpu")
@@ -72,6 +73,8 @@ def test_more_ranks_than_key_value_heads(capfd):
         (["--gpus", "99"], "99"),
         (["--gpus", "-1"], "--gpus -1: at least one"),
         (["--cpu", "--gpus", "0"], "--gpus 0: at least one is needed\n"),
+        (["--gpus", "3"], "finds 2 here: --ranks lets several ranks share one\n"),
+        (["--ranks", "0"], "--ranks 0: at least one is needed, and torch finds 2 here\n"),
     ],
 )
 def test_wrong_use_is_one_line(options, told, capsys, monkeypatch):
@@ -101,7 +104,10 @@ def test_tokens_that_do_not_divide_by_the_ranks(capfd):
     assert "\n3 right, 0 wrong of 3 in" in capfd.readouterr().out
 
 
-@pytest.mark.parametrize("options", [["--cpu"], ["--cpu", "--gpus", "16", "--seed", "5"], ["--gpus", "2"]])
+@pytest.mark.parametrize(
+    "options",
+    [["--cpu"], ["--cpu", "--gpus", "16", "--seed", "5"], ["--gpus", "2"], ["--ranks", "4"], ["--ranks", "1"]],
+)
 def test_tells_how_to_see_a_wrong_line_alone(options, capsys, monkeypatch):
     runs = []
 
@@ -120,6 +126,31 @@ def test_tells_how_to_see_a_wrong_line_alone(options, capsys, monkeypatch):
     *place, cases_of_all = runs[0]
     *place_again, (alone,) = runs[1]
     assert place == place_again and alone == next(case for case in cases_of_all if case.tp == 1)
+
+
+def test_ranks_share_gpus(tmp_path, capsys, monkeypatch):
+    path = tmp_path / "check.json"
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Some GPU")
+    monkeypatch.setattr(job, "run_workers", lambda work, argument, world, on_event: None)
+    for ranks, told in ((4, "4 ranks on 2 x Some GPU: "), (2, "2 x Some GPU: "), (1, "1 x Some GPU: ")):
+        cli.main(["check", "--ranks", str(ranks), "--json", str(path)])
+        assert capsys.readouterr().out.startswith(told)
+        meta = json.loads(path.read_text())["meta"]
+        assert (meta["ranks"], meta["gpus"]) == (ranks, min(ranks, 2))
+
+
+def test_the_gpu_of_a_rank(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # restored at the end
+        monkeypatch.delenv(name)
+    assert [gpu_of(rank, 2).index for rank in range(2)] == [0, 1] and "NCCL_HOSTID" not in os.environ
+    hosts = set()
+    for rank, gpu in enumerate((0, 1, 0, 1)):
+        assert gpu_of(rank, 4) == torch.device("cuda", gpu)
+        hosts.add(os.environ["NCCL_HOSTID"])
+    assert len(hosts) == 4 and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])

@@ -33,12 +33,15 @@ def execute(options: Mapping[str, Any]) -> int:
         raise UserError("it starts its own workers: run it without torchrun, on each host")
     found = torch.cuda.device_count()
     device = "cpu" if options["cpu"] or not found else "cuda"
-    world = options["gpus"]
+    place = "ranks" if options["ranks"] is not None else "gpus"
+    world = options[place]
     if world is None:
         world = found if device == "cuda" else CPU_WORLD
-    if world < 1 or (device == "cuda" and world > found):
+    beyond = device == "cuda" and place == "gpus" and world > found
+    if world < 1 or beyond:
         here = f", and torch finds {found} here" if device == "cuda" else ""
-        raise UserError(f"--gpus {options['gpus']}: at least one is needed{here}")
+        here += ": --ranks lets several ranks share one" if beyond else ""
+        raise UserError(f"--{place} {world}: at least one is needed{here}")
     if options["json"] is not None:
         check_writable("json", options["json"])
     degrees = degrees_of(world)
@@ -60,8 +63,10 @@ def degrees_of(world: int) -> tuple[int, ...]:
 
 def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...], options: Mapping[str, Any]) -> int:
     card = torch.cuda.get_device_name() if device == "cuda" else "CPU"
+    gpus = min(world, torch.cuda.device_count()) if device == "cuda" else world
+    on = f"{world} ranks on {gpus} x {card}" if world > gpus else f"{world} x {card}"
     seed = options["seed"] if options["seed"] is not None else torch.seed() % 2**31
-    print(f"{world} x {card}: {len(chosen)} case{'s' * (len(chosen) != 1)}, --seed {seed}", flush=True)
+    print(f"{on}: {len(chosen)} case{'s' * (len(chosen) != 1)}, --seed {seed}", flush=True)
     if device == "cpu":
         print("on the CPU, the layers and operations are checked on their plain path, in float64", flush=True)
     rows: list[dict[str, Any]] = []
@@ -99,11 +104,12 @@ def _check(chosen: list[Case], device: str, world: int, degrees: tuple[int, ...]
     for row in wrong:
         print(f"  wrong: {row['label']}: {row['error'] or row['tensor']}")
     if wrong:
-        place = f"{'--cpu ' if device == 'cpu' else ''}--gpus {world}"  # all ranks: each group has data of its own
+        # All ranks: each group has data of its own.
+        place = f"{'--cpu ' if device == 'cpu' else ''}--{'ranks' if world > gpus else 'gpus'} {world}"
         print(f'alone, on the same data: tpfused check {place} --seed {seed} --case "{wrong[0]["label"]}"')
     if options["json"] is not None:
-        found = measured_on(card, world)
-        meta = {"card": card, "gpus": world, **found["versions"], "commit": found["commit"], "date": found["date"]}
-        meta |= {"seed": seed, "seconds": seconds, "complete": len(rows) == len(chosen)}
+        found = measured_on(card, gpus)
+        meta = {"card": card, "gpus": gpus, "ranks": world, **found["versions"], "commit": found["commit"]}
+        meta |= {"date": found["date"], "seed": seed, "seconds": seconds, "complete": len(rows) == len(chosen)}
         write_json(options["json"], meta, rows)
     return code or int(bool(wrong) or len(rows) < len(chosen))

@@ -14,7 +14,8 @@ of tensor parallelism are those that divide the GPUs, and the powers of two, for
 which some GPUs may be left over.
 
 It needs no checkout and starts its own workers: one a GPU (NCCL), or two on the
-CPU (gloo) where there is no GPU.
+CPU (gloo) where there is no GPU. With --ranks several may share a GPU, so that
+one is enough to check what several do.
 """
 
 EXAMPLES = """\
@@ -26,6 +27,7 @@ examples:
   tpfused check --cpu --seed 7 --case "ParallelMLP fp64 tp2"
                                            a line of the run with that seed again,
                                            on the same data: on GPUs, on a CPU
+  tpfused check --ranks 4                  of four ranks, on however many GPUs
   tpfused check --json check.json          keep the results
 
 A line's number is the largest error of any output or gradient on any rank, as a
@@ -52,7 +54,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--case", default="", metavar="TEXT", help="only the case of that name, or those with TEXT in it"
     )
     parser.add_argument("--list", action="store_true", help="print the cases, and end")
-    parser.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
+    ranks = parser.add_mutually_exclusive_group()
+    ranks.add_argument("--gpus", type=int, metavar="N", help="how many (default: all)")
+    ranks.add_argument("--ranks", type=int, metavar="N", help="so many, which share the GPUs where these are fewer")
     parser.add_argument("--cpu", action="store_true", help="on the CPU, even where there is a GPU")
     parser.add_argument("--seed", type=seed, metavar="N", help="of the random data (default: drawn anew)")
     parser.add_argument("--json", metavar="FILE", help="write every case's result")
