@@ -102,7 +102,7 @@ class Load:
     """Keeps a GPU busy with large matmuls, so that what follows runs at the clock of a long computation.
 
     A GPU that idles between measurements has power to spare, and a clock that it cannot hold: on an H200 a matmul of
-    8192 x 4096 x 14336 ran at 793 TFLOP/s between pauses, and at 705 amid training steps.
+    8192 x 4096 x 14336 once ran at 793 TFLOP/s between pauses, and at 705 amid training steps.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype):

@@ -93,7 +93,8 @@ examples:
                                            all of them, on two; keep and draw
                                            the numbers
   tpfused bench overlap --sweep --plot plots
-                                           and from 1 to 16384 tokens, as curves
+                                           and from 1 token, or one a rank where
+                                           they are split, to 16384, as curves
   tpfused bench overlap --op matmul_all_reduce --case decode
                                            the cases with that in their name
   torchrun --nproc_per_node 4 benchmarks/overlap.py
@@ -174,7 +175,7 @@ variants take turns, at all degrees, and every figure is the slowest rank's.
   of TP 1's that over the same variant's on one GPU
   error     of logits (fwd) or gradients (fwd+bwd) to the float32 model's of
             as many tokens and two layers, relative; "dense error" is that of
-            the plain model on one GPU; none of FSDP2 and of what is compiled
+            the plain model on one GPU; none of what is compiled
 """
 
 MODEL_EXAMPLES = """\
