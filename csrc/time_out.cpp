@@ -43,7 +43,8 @@ void Group::give_up(const std::string& operation, const std::string& why) {
 }
 
 std::string Group::look() {
-  if (!peers) return "";
+  const std::string unseen = "; which ranks are missing can't be seen";  // what Python asks the others for
+  if (!peers) return unseen;
   try {
     looking_ = std::async(std::launch::async, [this, seen = peers.get()] {
       cudaSetDevice(device);
@@ -51,10 +52,13 @@ std::string Group::look() {
       cudaThreadExchangeStreamCaptureMode(&mode);
       return seen->look(looking_stream_);
     });
-    if (looking_.wait_for(longest_look) == std::future_status::ready) return missing(looking_.get());
+    if (looking_.wait_for(longest_look) == std::future_status::ready) {
+      std::string told = missing(looking_.get());
+      return told.empty() ? unseen : told;
+    }
   } catch (const std::exception&) {  // of a GPU that has failed, or for want of threads
   }
-  return "; which ranks are missing can't be seen while memory is freed, or the GPU waited for";
+  return unseen + " while memory is freed, or the GPU waited for";
 }
 
 void Group::release() {

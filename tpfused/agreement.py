@@ -132,6 +132,18 @@ def meet(group: dist.ProcessGroup, what: str, seconds: float) -> None:
             store.delete_key(f"tpfused/meeting {number - 1}/{word}/{rank}")
 
 
+def tell(group: dist.ProcessGroup, word: str, value: str, seconds: float) -> dict[int, str]:
+    """What the ranks have told in that `word`, by their numbers in the group, when all have or so many seconds are
+    over; this one its `value`. Through the group's store, as for `meet`."""
+    store, rank, size = dist.distributed_c10d._get_process_group_store(group), dist.get_rank(group), group.size()
+    keys = [f"tpfused/{word}/{each}" for each in range(size)]
+    store.set(keys[rank], value)
+    deadline = time.monotonic() + seconds
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    return {each: store.get(key).decode() for each, key in enumerate(keys) if store.check([key])}
+
+
 def _not_here(store: dist.Store, came: list[str], seen: list[str], rank: int, token: bytes) -> list[int]:
     """The ranks that have not come or not seen this one's `token`; once all have come, tells whom this one sees."""
 

@@ -110,6 +110,35 @@ def test_a_rank_without_nccl(workers, step, unlucky):
     workers.run(check_no_nccl, step, unlucky, timeout=30)
 
 
+def check_missing_ranks(ctx, silent, broken):
+    """All ranks but the `silent` ones have given up an operation, of which one was `broken` off."""
+    group, head = resolve_group(ctx.group(4)), f"op on rank {ctx.rank} of 4 has not ended after 1 s"
+    own = "op was broken off: no room" if ctx.rank == broken else f"{head}{communicator.UNSEEN} while memory is freed"
+    with fakes(lambda: fake_module(group_check_alive=fails(RuntimeError(own)))):
+        made = communicator.communicator_of(group, DEVICE)
+        if ctx.rank in silent:
+            return
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(communicator, "HEARD_AFTER", 1.0 if silent else 60.0)
+            for _ in range(2):
+                with pytest.raises(RuntimeError) as failure:
+                    made.check_alive()
+    if ctx.rank == broken:
+        assert str(failure.value) == own
+    elif silent:
+        ranks = "rank 2" if silent == [2] else "ranks 0, 2"
+        assert str(failure.value) == f"{head}; nothing has been heard of {ranks}"
+    else:
+        assert str(failure.value).startswith(f"{head}; on rank ") and str(failure.value).count("op ") == 4
+        assert (f"; on rank {broken}: op was broken off: no room" in str(failure.value)) == (broken is not None)
+
+
+@pytest.mark.parametrize("silent, broken", [([2], None), ([0, 2], 1), ([], 3), ([], None)])
+def test_what_is_given_up_names_who_is_missing(silent, broken):
+    with Workers("cpu", 4) as workers:  # what has been given up stays told in a group
+        workers.run(check_missing_ranks, silent, broken, timeout=30)
+
+
 def check_device_of_exchanges(ctx):
     current, met = [], []
 

@@ -21,6 +21,7 @@ on_gpus = pytest.mark.parametrize("workers", ["cuda"], indirect=True)
 tiers = pytest.mark.parametrize("name", ["p2p", "nccl"])
 ROWS, PART = "rank {}'s rows have not arrived", "rank {}'s part has not arrived"
 BLOCK = "block 1 of rank {}'s rows has not arrived"  # as a graph does not tell
+UNHEARD = "nothing has been heard of rank {}"  # which NCCL does not tell of
 CASES = {  # and what p2p tells of the missing rank
     "copied rows": ("all_gather_matmul", 4096, 1024, 64, ROWS),
     "copied blocks": ("matmul_all_reduce", 8192, 64, 2304, BLOCK),
@@ -43,8 +44,8 @@ def check_missing_rank(ctx, name, what, replayed):
     *sizes, missing = CASES[what]
     group, case, last = dist.new_group(), Case(ctx, *sizes), ctx.world - 1
     told = f"{sizes[0]} on rank {ctx.rank} of {ctx.world} has not ended after \\d\\.\\d s"
-    if name == "p2p":
-        told += "; " + (ROWS if replayed and missing == BLOCK else missing).format(last)
+    missing = UNHEARD if name == "nccl" else ROWS if replayed and missing == BLOCK else missing
+    told += f"; {missing.format(last)}"
     with tier(name):
         case.run(group)
         if replayed:
@@ -84,7 +85,7 @@ def check_memory_freed_meanwhile(ctx, name):
         if ctx.rank == ctx.world - 1:
             time.sleep(6)
         else:
-            told = f"not ended after \\d\\.\\d s; which ranks are missing can't be seen|{ROWS.format(ctx.world - 1)}"
+            told = f"not ended after \\d\\.\\d s; ({UNHEARD}|{ROWS})".format(*2 * [ctx.world - 1])
             assert_given_up(told, operate, partial(case.run, group))
         dist.barrier()
         dist.destroy_process_group(group)

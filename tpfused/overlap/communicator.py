@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfused import extension
-from tpfused.agreement import attempt, by_rank, meet
+from tpfused.agreement import attempt, by_rank, meet, tell
 from tpfused.explanation import size_text
 from tpfused.group import TPGroup, exists
 
@@ -32,6 +32,8 @@ Shape = tuple[int, int | None, int | None]  # rows, input and output features of
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, at most: of a small card fewer
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
+UNSEEN = "; which ranks are missing can't be seen"  # in csrc/time_out.cpp's words
+HEARD_AFTER = 5.0  # seconds that ranks are given to tell, once one has given up, that they have as well
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
 WORKSPACE = {code: 2 * (2 if code == TYPES[torch.float32] else 32) * 2**20 for code in (*TYPES.values(), TF32)}
 
@@ -57,6 +59,7 @@ class Communicator:
         self.workspaces: dict[int, Tensor] = {}
         self._slot_bytes = 0
         self._deterministic = self._has_nccl = False
+        self._failure: str | None = None
         self.set_timeout(_timeout)
         self.tiers = ("nccl",)
         if not self._on_one_host():
@@ -91,10 +94,30 @@ class Communicator:
     def check_alive(self) -> None:
         """
         Raises:
-            RuntimeError: an operation was broken off or given up: what this rank has computed since is wrong.
+            RuntimeError: an operation was broken off or given up: what this rank has computed since is wrong. Names the
+                ranks that are missing.
         """
-        if self.handle:
+        if not self.handle:
+            return
+        try:
             self.module.group_check_alive(self.handle)
+        except RuntimeError as error:
+            if self._failure is None:
+                self._failure = self._with_missing(str(error))
+            raise RuntimeError(self._failure) from None
+
+    def _with_missing(self, told: str) -> str:
+        """A failure, as the other ranks are told of it, too. Where this one could not see which are missing, as NCCL
+        does not tell, those that have not told of any by then."""
+        head, unseen, _ = told.partition(UNSEEN)
+        others, unreached = attempt(
+            tell, self.process_group, "given up", head, min(HEARD_AFTER, _timeout) if unseen else 0.0
+        )
+        if not unseen or unreached is not None:
+            return told
+        if missing := [str(rank) for rank in range(self.size) if rank not in others]:
+            return f"{head}; nothing has been heard of rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
+        return "; ".join([head, *(f"on rank {rank}: {text}" for rank, text in others.items() if rank != self.rank)])
 
     def leave(self) -> None:
         """Wait for this rank's operations, and let go of the peers' memory. Each has to before any rank closes."""
