@@ -134,9 +134,9 @@ def check_missing_ranks(ctx, silent, broken):
 
 
 @pytest.mark.parametrize("silent, broken", [([2], None), ([0, 2], 1), ([], 3), ([], None)])
-def test_what_is_given_up_names_who_is_missing(silent, broken):
-    with Workers("cpu", 4) as workers:  # what has been given up stays told in a group
-        workers.run(check_missing_ranks, silent, broken, timeout=30)
+def test_what_is_given_up_names_who_is_missing(workers, silent, broken):
+    """In one group after another of the same name, whose store remembers them all."""
+    workers.run(check_missing_ranks, silent, broken, timeout=30)
 
 
 def check_device_of_exchanges(ctx):

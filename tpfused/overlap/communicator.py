@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import platform
+import uuid
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -54,7 +55,9 @@ class Communicator:
         self.process_group = group.process_group
         boot, _ = attempt(Path("/proc/sys/kernel/random/boot_id").read_text)
         place = boot, platform.node(), os.getpid()
-        self.members = frozenset(exchange(place, self.process_group, MAKING))
+        told = exchange((place, uuid.uuid4().hex), self.process_group, MAKING)
+        self.members = frozenset(place for place, _ in told)
+        self._given_up = f"given up {told[0][1]}"  # the store may remember a group of before, of the same name
         self.device = device
         self.workspaces: dict[int, Tensor] = {}
         self._slot_bytes = 0
@@ -111,7 +114,7 @@ class Communicator:
         does not tell, those that have not told of any by then."""
         head, unseen, _ = told.partition(UNSEEN)
         others, unreached = attempt(
-            tell, self.process_group, "given up", head, min(HEARD_AFTER, _timeout) if unseen else 0.0
+            tell, self.process_group, self._given_up, head, min(HEARD_AFTER, _timeout) if unseen else 0.0
         )
         if not unseen or unreached is not None:
             return told
