@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from tpfused.workers import gpu_of
+from tpfused.workers import take_gpu
 
 START_TIMEOUT = 120.0  # seconds for a worker to import and join the process group
 ANSWER_TIMEOUT = 120.0  # seconds for all workers to answer one call
@@ -192,7 +192,7 @@ def _serve(connection, rank: int, world: int, device_type: str, folder: str):
         os.dup2(log.fileno(), 2)
         faulthandler.enable(log)
         faulthandler.register(signal.SIGUSR1, log)
-        device = gpu_of(rank, world) if device_type == "cuda" else torch.device(device_type)
+        device = take_gpu(rank, world) if device_type == "cuda" else torch.device(device_type)
         context = Context(rank, world, device)
         _answer(connection, _join, context, folder)
         with suppress(EOFError):

@@ -121,9 +121,10 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
             _listen(processes, pipes, signals, on_event)
 
 
-def gpu_of(local_rank: int, local_world: int) -> "torch.device":
-    """The GPU of one of so many ranks on this host. Of fewer GPUs each serves several ranks, slowly, to see whether
-    they are right. NCCL takes no two ranks of one host on one GPU, so it is told that each is a host of its own.
+def take_gpu(local_rank: int, local_world: int) -> "torch.device":
+    """The GPU of this process, one of so many ranks on the host. Of fewer GPUs each serves several ranks, slowly, to
+    see whether they are right: NCCL, which takes no two ranks of one host on one GPU, is told then, by the environment,
+    that each is a host of its own.
     """
     import torch  # not above: a worker may need no torch
 

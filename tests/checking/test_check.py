@@ -21,7 +21,7 @@ from tpfused.kernels.decode import decode_attention
 from tpfused.layers import cache, mlp
 from tpfused.layers.cache import KVCache, LayerCache
 from tpfused.overlap.tiers import wanted
-from tpfused.workers import Worker, gpu_of
+from tpfused.workers import Worker, take_gpu
 
 ALONE = TPGroup(None, 0, 1)
 CPU = torch.device("cpu")
@@ -140,15 +140,15 @@ def test_ranks_share_gpus(tmp_path, capsys, monkeypatch):
         assert (meta["ranks"], meta["gpus"]) == (ranks, min(ranks, 2))
 
 
-def test_the_gpu_of_a_rank(monkeypatch):
+def test_the_take_gpu_a_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
-    assert [gpu_of(rank, 2).index for rank in range(2)] == [0, 1] and "NCCL_HOSTID" not in os.environ
+    assert [take_gpu(rank, 2).index for rank in range(2)] == [0, 1] and "NCCL_HOSTID" not in os.environ
     hosts = set()
     for rank, gpu in enumerate((0, 1, 0, 1)):
-        assert gpu_of(rank, 4) == torch.device("cuda", gpu)
+        assert take_gpu(rank, 4) == torch.device("cuda", gpu)
         hosts.add(os.environ["NCCL_HOSTID"])
     assert len(hosts) == 4 and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 

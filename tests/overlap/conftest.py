@@ -7,5 +7,5 @@ import pytest
 def ranks(workers):
     """The module's workers, of which there are at least two."""
     if workers.world < 2:
-        pytest.skip("needs two GPUs")
+        pytest.skip("needs two ranks")
     return workers

@@ -1,6 +1,8 @@
 """A communicator that one rank cannot make: none waits for it. On a CPU, with a fake of the compiled extension."""
 
 import re
+import threading
+import time
 import warnings
 from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
@@ -10,9 +12,9 @@ import pytest
 import torch
 
 from tests.distributed import Workers
-from tpfused import extension
+from tpfused import agreement, extension
 from tpfused.group import resolve_group
-from tpfused.overlap import communicator
+from tpfused.overlap import calls, communicator
 
 DEVICE = torch.device("cuda", 0)
 
@@ -119,7 +121,7 @@ def check_missing_ranks(ctx, silent, broken):
         if ctx.rank in silent:
             return
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(communicator, "HEARD_AFTER", 1.0 if silent else 60.0)
+            patch.setattr(communicator, "HEARD_AFTER", 3.0 if silent else 60.0)
             for _ in range(2):
                 with pytest.raises(RuntimeError) as failure:
                     made.check_alive()
@@ -137,6 +139,26 @@ def check_missing_ranks(ctx, silent, broken):
 def test_what_is_given_up_names_who_is_missing(workers, silent, broken):
     """In one group after another of the same name, whose store remembers them all."""
     workers.run(check_missing_ranks, silent, broken, timeout=30)
+
+
+def test_a_store_that_does_not_answer(monkeypatch):
+    """Its owner may have been stopped: what is known of a failure is not held back."""
+    going_on = threading.Event()
+    monkeypatch.setattr(agreement, "_tell", lambda *arguments: going_on.wait(60))
+    start = time.monotonic()
+    assert agreement.tell(None, "word", "value", 0.0) is None and time.monotonic() - start < 0.5
+    assert agreement.tell(None, "word", "value", 0.1) is None and time.monotonic() - start < 10
+    going_on.set()
+
+
+def test_why_a_call_of_the_extension_fails():
+    made = SimpleNamespace(handle=7, module=SimpleNamespace(op=fails(RuntimeError("no room"))), check_alive=Mock())
+    with pytest.raises(RuntimeError, match="^no room"):
+        calls._call(made, "op", 1, 2)
+    made.module.op.assert_called_once_with(7, 1, 2)
+    made.check_alive.side_effect = RuntimeError("op was broken off: no room")
+    with pytest.raises(RuntimeError, match="^op was broken off: no room"):
+        calls._call(made, "op", 1, 2)
 
 
 def check_device_of_exchanges(ctx):

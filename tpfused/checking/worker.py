@@ -17,7 +17,7 @@ from tpfused.group import TPGroup, resolve_group
 from tpfused.overlap.choice import tiers_of
 from tpfused.overlap.communicator import set_timeout
 from tpfused.overlap.tiers import TIERS
-from tpfused.workers import Worker, gpu_of, join_group
+from tpfused.workers import Worker, join_group, take_gpu
 
 TIMEOUT_S = 60.0
 
@@ -35,7 +35,7 @@ def work(argument: dict[str, Any], worker: Worker) -> None:
     """Run ``argument["cases"]``; the first rank emits each one's `Answer`. Ranks that no group of a case's degree has
     wait for the others."""
     on_gpu = argument["device"] == "cuda"
-    device = gpu_of(worker.local_rank, worker.local_world) if on_gpu else torch.device("cpu")
+    device = take_gpu(worker.local_rank, worker.local_world) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
     torch.set_num_threads(1)

@@ -156,12 +156,7 @@ def all_reduce(communicator: Communicator, x: Tensor) -> Tensor:
     x = _aligned(x)
     y = torch.empty_like(x)
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-    place = stream, TYPES[x.dtype], x.numel(), x.data_ptr(), y.data_ptr()
-    try:
-        communicator.module.all_reduce(communicator.handle, *place)
-    except RuntimeError:
-        communicator.check_alive()  # as in `_run`
-        raise
+    _call(communicator, "all_reduce", stream, TYPES[x.dtype], x.numel(), x.data_ptr(), y.data_ptr())
     return y
 
 
@@ -223,13 +218,17 @@ def _run(
     kind = TF32 if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[dtype]
     size = WORKSPACE[kind] + staged * itemsize + 4096
     workspace = _workspace(communicator.workspaces, x, stream, size, stays=not plan.compiled)
+    _call(
+        communicator, operation, TIERS.index(tier), stream, workspace.data_ptr(), workspace.numel(), kind,
+        plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), *weight, *more,
+    )  # fmt: skip
+
+
+def _call(communicator: Communicator, function: str, *arguments) -> None:
     try:
-        getattr(communicator.module, operation)(
-            communicator.handle, TIERS.index(tier), stream, workspace.data_ptr(), workspace.numel(), kind,
-            plan.tokens, plan.each, plan.batch, x.shape[-1], n, x.data_ptr(), *weight, *more,
-        )  # fmt: skip
+        getattr(communicator.module, function)(communicator.handle, *arguments)
     except RuntimeError:
-        communicator.check_alive()  # where an earlier operation is the reason, that names the ranks that are missing
+        communicator.check_alive()  # says more: which operation was broken off, or which ranks were missing in it
         raise
 
 

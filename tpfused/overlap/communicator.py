@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from math import isfinite
 from numbers import Real
 from pathlib import Path
+from threading import Lock
 from typing import Any
 
 import torch
@@ -34,7 +35,7 @@ NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, at most: 
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
 UNSEEN = "; which ranks are missing can't be seen"  # in csrc/time_out.cpp's words
-HEARD_AFTER = 5.0  # seconds that ranks are given to tell, once one has given up, that they have as well
+HEARD_AFTER = 10.0  # seconds that ranks are given to tell, once one has given up, that they have as well
 # Bytes for the matmuls on an operation's two streams, by the type's code: `workspace_bytes` of csrc/matmul.h.
 WORKSPACE = {code: 2 * (2 if code == TYPES[torch.float32] else 32) * 2**20 for code in (*TYPES.values(), TF32)}
 
@@ -63,6 +64,7 @@ class Communicator:
         self._slot_bytes = 0
         self._deterministic = self._has_nccl = False
         self._failure: str | None = None
+        self._one_asks = Lock()
         self.set_timeout(_timeout)
         self.tiers = ("nccl",)
         if not self._on_one_host():
@@ -98,29 +100,28 @@ class Communicator:
         """
         Raises:
             RuntimeError: an operation was broken off or given up: what this rank has computed since is wrong. Names the
-                ranks that are missing.
+                ranks that are missing, or those of which nothing is heard.
         """
         if not self.handle:
             return
         try:
             self.module.group_check_alive(self.handle)
         except RuntimeError as error:
-            if self._failure is None:
-                self._failure = self._with_missing(str(error))
+            with self._one_asks:  # a backward pass has a thread of its own
+                if self._failure is None:
+                    self._failure = self._with_missing(str(error))
             raise RuntimeError(self._failure) from None
 
     def _with_missing(self, told: str) -> str:
-        """A failure, as the other ranks are told of it, too. Where this one could not see which are missing, as NCCL
-        does not tell, those that have not told of any by then."""
+        """A failure, which the other ranks are told. Where this one could not see which are missing, as NCCL does not
+        tell, with those that tell of none: they wait for nothing, or have come later."""
         head, unseen, _ = told.partition(UNSEEN)
-        others, unreached = attempt(
-            tell, self.process_group, self._given_up, head, min(HEARD_AFTER, _timeout) if unseen else 0.0
-        )
-        if not unseen or unreached is not None:
+        heard = tell(self.process_group, self._given_up, head, HEARD_AFTER if unseen else 0.0)
+        if not unseen or heard is None:
             return told
-        if missing := [str(rank) for rank in range(self.size) if rank not in others]:
+        if missing := [str(rank) for rank in range(self.size) if rank not in heard]:
             return f"{head}; nothing has been heard of rank{'s' * (len(missing) > 1)} {', '.join(missing)}"
-        return "; ".join([head, *(f"on rank {rank}: {text}" for rank, text in others.items() if rank != self.rank)])
+        return "; ".join([head, *(f"on rank {rank}: {text}" for rank, text in heard.items() if rank != self.rank)])
 
     def leave(self) -> None:
         """Wait for this rank's operations, and let go of the peers' memory. Each has to before any rank closes."""
@@ -230,8 +231,9 @@ def kept_bytes(process_group: dist.ProcessGroup) -> int:
 def set_timeout(seconds: float) -> None:
     """How long an overlapped operation may wait for other ranks, once the GPU has come to it; 600 s if not set.
 
-    One that waits longer is given up: a line on stderr names the operation and the ranks that are missing, the GPU goes
-    on, and the group's next operation raises RuntimeError. What the group computes from then on is wrong, also on a
+    One that waits longer is given up: a line on stderr names the operation and, but by NCCL, the ranks that are
+    missing, the GPU goes on, and the group's next operation raises RuntimeError, by NCCL with the ranks of which
+    nothing has been heard ten seconds later. What the group computes from then on is wrong, also on a
     rank that comes late and raises only when it waits for this one: stop them all. Where the ranks have to meet before
     an operation (a group's first one, a size that is new), that one raises it. The plain path, as on a CPU, has the
     time-out of torch's process group instead: ``init_process_group(timeout=...)``.
