@@ -72,11 +72,13 @@ void by_copies(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_
       group.tell_arrived(use, peer, group.transfers, block + 1);
     }
   }
-  // All ranks' features come in as many blocks as their owner's: the last rank may have fewer of both.
-  for (int step = 1; step < group.size; ++step) {
-    int from = (group.rank - step + group.size) % group.size;
-    Blocks theirs(c.o.m, c.o.features.count(from), group.deterministic);
-    for (int block = 0; block < theirs.count; ++block) {
+  // As they arrive: a block of every rank, before the next of any. All ranks' features come in as many blocks as their
+  // owner's: the last rank may have fewer of both.
+  for (int block = 0; block < Blocks::most; ++block) {
+    for (int step = 1; step < group.size; ++step) {
+      int from = (group.rank - step + group.size) % group.size;
+      Blocks theirs(c.o.m, c.o.features.count(from), group.deterministic);
+      if (block >= theirs.count) continue;
       int64_t first = theirs.first(block);
       group.wait_for_arrival(use, from, arrivals, block + 1);
       c.copy(c.at(c.o.y, from, first), c.all, c.at(group.peers->slot(group.rank, use.slot), from, first), c.all,

@@ -106,7 +106,7 @@ class CopiedSum {
       group_.tell_arrived(sums_, peer, group_.transfers, block + 1);
     }
     for (int step = 1; step < size; ++step) {
-      int from = (rank + step) % size;
+      int from = (rank - step + size) % size;  // which has pushed here in its step of that number
       int64_t at = tiles_.bytes((blocks_.first(block) + share.first(from)) * o_.n);
       group_.wait_for_arrival(sums_, from, stream_, block + 1);
       copy(static_cast<char*>(o_.y) + at, group_.peers->slot(rank, sums_.slot) + at,
