@@ -133,20 +133,20 @@ def meet(group: dist.ProcessGroup, what: str, seconds: float) -> None:
             store.delete_key(f"tpfused/meeting {number - 1}/{word}/{rank}")
 
 
-def tell(group: dist.ProcessGroup, word: str, value: str, seconds: float) -> dict[int, str] | None:
-    """What the ranks have told in that `word`, by their numbers in the group, when all have or so many seconds are
+def announce(group: dist.ProcessGroup, word: str, value: str, seconds: float) -> dict[int, str] | None:
+    """What the ranks have announced in that `word`, by their numbers in the group, when all have or so many seconds are
     over; this one its `value`. Through the group's store, as for `meet`; None where that does not answer.
     """
     heard: list[dict[int, str] | None] = []
     # The store's own calls wait without end for an owner that has stopped, and for other threads' calls.
-    telling = Thread(target=lambda: heard.append(attempt(_tell, group, word, value, seconds)[0]), daemon=True)
-    telling.start()
+    thread = Thread(target=lambda: heard.append(attempt(_announce, group, word, value, seconds)[0]), daemon=True)
+    thread.start()
     if seconds:
-        telling.join(seconds + 1)
+        thread.join(seconds + 1)
     return heard[0] if heard else None
 
 
-def _tell(group: dist.ProcessGroup, word: str, value: str, seconds: float) -> dict[int, str]:
+def _announce(group: dist.ProcessGroup, word: str, value: str, seconds: float) -> dict[int, str]:
     store, rank, size = dist.distributed_c10d._get_process_group_store(group), dist.get_rank(group), group.size()
     keys = [f"tpfused/{word}/{each}" for each in range(size)]
     store.set(keys[rank], value)

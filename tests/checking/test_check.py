@@ -140,7 +140,7 @@ def test_ranks_share_gpus(tmp_path, capsys, monkeypatch):
         assert (meta["ranks"], meta["gpus"]) == (ranks, min(ranks, 2))
 
 
-def test_the_take_gpu_a_rank(monkeypatch):
+def test_the_gpu_of_a_rank(monkeypatch):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     for name in ("NCCL_HOSTID", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "")  # restored at the end

@@ -1,4 +1,6 @@
-"""A communicator that one rank cannot make: none waits for it. On a CPU, with a fake of the compiled extension."""
+"""A communicator that one rank cannot make, and what ranks learn of an operation that was given up: none waits without
+end. On a CPU, with a fake of the compiled extension.
+"""
 
 import re
 import threading
@@ -144,10 +146,10 @@ def test_what_is_given_up_names_who_is_missing(workers, silent, broken):
 def test_a_store_that_does_not_answer(monkeypatch):
     """Its owner may have been stopped: what is known of a failure is not held back."""
     going_on = threading.Event()
-    monkeypatch.setattr(agreement, "_tell", lambda *arguments: going_on.wait(60))
+    monkeypatch.setattr(agreement, "_announce", lambda *arguments: going_on.wait(60))
     start = time.monotonic()
-    assert agreement.tell(None, "word", "value", 0.0) is None and time.monotonic() - start < 0.5
-    assert agreement.tell(None, "word", "value", 0.1) is None and time.monotonic() - start < 10
+    assert agreement.announce(None, "word", "value", 0.0) is None and time.monotonic() - start < 0.5
+    assert agreement.announce(None, "word", "value", 0.1) is None and time.monotonic() - start < 10
     going_on.set()
 
 

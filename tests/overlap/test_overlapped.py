@@ -2,6 +2,7 @@
 
 import json
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,17 @@ NO_MATMUL = "Memcpy", "Memset", "nccl", "tpfused::", "at::native"
 LEAST = 0.2  # of the shorter of all that travels and all that is multiplied: what runs one after the other has none
 
 
-def traced(step) -> list[dict]:
-    """What the GPU did in it: kernels and copies."""
+def traced(step) -> tuple[object, list[dict]]:
+    """Its result, and what the GPU did in it: kernels and copies."""
     torch.cuda.synchronize()
     with profile(activities=[ProfilerActivity.CUDA]) as profiled:
-        step()
+        result = step()
         torch.cuda.synchronize()
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "trace.json")
         profiled.export_chrome_trace(str(path))
         events = json.loads(path.read_text())["traceEvents"]
-    return [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    return result, [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
 
 
 def share_beside(moves: list[dict], matmuls: list[dict]) -> float:
@@ -50,10 +51,9 @@ def check_overlap(ctx):
         for name, move in MOVES.items():
             with tier(name):
                 case.run(backward=True)
-                outs = []
-                passes = {"forward": traced(lambda: outs.append(case.forward()))}  # noqa: B023
-                passes["backward"] = traced(lambda: case.gradients(outs[0]))  # noqa: B023
-            for which, events in passes.items():
+                out, forward = traced(case.forward)
+                _, backward = traced(partial(case.gradients, out))
+            for which, events in (("forward", forward), ("backward", backward)):
                 if (operation, which) in NOTHING_TRAVELS:
                     continue
                 moves = [event for event in events if move in event["name"]]

@@ -80,8 +80,8 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
         RuntimeError: an earlier operation of the group was given up on this rank, or on any where the case is new.
     """
     dtype = x.dtype
-    compare = group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL
-    if compare and not (_is_on_gpu(x) and _is_capturing()):
+    detail = group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL
+    if detail and not (_is_on_gpu(x) and _is_capturing()):  # no graph holds an exchange of objects
         check_agreement(group, operation, shape, dtype, wanted[-1] + ", deterministic" * exact[-1])
     key = (
         shape, operation, group.process_group, group.replicas, x.get_device(), dtype, wanted[-1], exact[-1],

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfused import extension
-from tpfused.agreement import attempt, by_rank, meet, tell
+from tpfused.agreement import announce, attempt, by_rank, meet
 from tpfused.explanation import size_text
 from tpfused.group import TPGroup, exists
 
@@ -58,7 +58,7 @@ class Communicator:
         place = boot, platform.node(), os.getpid()
         told = exchange((place, uuid.uuid4().hex), self.process_group, MAKING)
         self.members = frozenset(place for place, _ in told)
-        self._given_up = f"given up {told[0][1]}"  # the store may remember a group of before, of the same name
+        self._failing = f"given up {told[0][1]}"  # the store may remember a group of before, of the same name
         self.device = device
         self.workspaces: dict[int, Tensor] = {}
         self._slot_bytes = 0
@@ -116,7 +116,7 @@ class Communicator:
         """A failure, which the other ranks are told. Where this one could not see which are missing, as NCCL does not
         tell, with those that tell of none: they wait for nothing, or have come later."""
         head, unseen, _ = told.partition(UNSEEN)
-        heard = tell(self.process_group, self._given_up, head, HEARD_AFTER if unseen else 0.0)
+        heard = announce(self.process_group, self._failing, head, HEARD_AFTER if unseen else 0.0)
         if not unseen or heard is None:
             return told
         if missing := [str(rank) for rank in range(self.size) if rank not in heard]:
@@ -233,10 +233,10 @@ def set_timeout(seconds: float) -> None:
 
     One that waits longer is given up: a line on stderr names the operation and, but by NCCL, the ranks that are
     missing, the GPU goes on, and the group's next operation raises RuntimeError, by NCCL with the ranks of which
-    nothing has been heard ten seconds later. What the group computes from then on is wrong, also on a
-    rank that comes late and raises only when it waits for this one: stop them all. Where the ranks have to meet before
-    an operation (a group's first one, a size that is new), that one raises it. The plain path, as on a CPU, has the
-    time-out of torch's process group instead: ``init_process_group(timeout=...)``.
+    nothing has been heard ten seconds later. What the group computes from then on is wrong, also on a rank that comes
+    late and raises only when it waits for this one: stop them all. Where the ranks have to meet before an operation (a
+    group's first one, a size that is new), that one raises it. The plain path, as on a CPU, has the time-out of torch's
+    process group instead: ``init_process_group(timeout=...)``.
 
     Raises:
         TypeError: it is not a number.

@@ -7,9 +7,9 @@ There is no tier whose matmul kernel waits for rows and sends them itself (one o
 csrc/multiply_and_push.h): with 8192 rows copy engines come to 1.03 of the floor or below for all-gathers, and to 1.05
 for reduce-scatters (README's tables), without a matmul of our own for each card. What is left to win is in
 reduce-scatters of 2048 rows and less, in all-reduces, and in gathers of outputs, of which the last part travels when
-everything is multiplied. Nor one by NCCL's copy-engine all-gather through symmetric windows. A matmul
-beside it took 1.16 and 1.09 of its time alone (8192 x 4096 and 8192 x 8192 rows, two H100), beside NCCL's usual kernel
-1.20 and 1.14, and beside plain pushes 1.02 and 1.00.
+everything is multiplied. Nor is there one by NCCL's copy-engine all-gather through symmetric windows. A matmul beside
+it took 1.16 and 1.09 of its time alone (8192 x 4096 and 8192 x 8192 rows, two H100), beside NCCL's usual kernel 1.20
+and 1.14, and beside plain pushes 1.02 and 1.00.
 """
 
 from __future__ import annotations
