@@ -176,6 +176,13 @@ class Workers:
         return log.read_text(errors="replace")[-4000:] if log.exists() else "(nothing logged)"
 
 
+def connected(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A new group, when all its ranks have connected: `new_group` does not wait for that, and gloo fails on those that
+    still connect when another rank destroys the group."""
+    dist.barrier(group)
+    return group
+
+
 def _report(problems: dict[int, str], world: int) -> str:
     """Each problem once, after the ranks that have it."""
     ranks = {text: [rank for rank in sorted(problems) if problems[rank] == text] for text in problems.values()}

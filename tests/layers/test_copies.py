@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.compare import Block, collectives_made
+from tests.distributed import connected
 from tests.layers.paths import assert_near, gradients, make_model, paths
 from tests.layers.test_transformer import GPT, LLAMA, draw_ids
 from tpfused import (
@@ -72,14 +73,14 @@ def check_pickled_elsewhere(ctx, tp):
     """A layer of another group than those that there are, and of the default one, by whatever name."""
     group = resolve_group(None)
     assert pickle.loads(pickle.dumps(group)).process_group is dist.group.WORLD
-    again = dist.new_group(range(ctx.world))
+    again = connected(dist.new_group(range(ctx.world)))
     pickled = pickle.dumps(resolve_group(again))
     assert pickle.loads(pickled).process_group is again
     dist.destroy_process_group(again)
     assert pickle.loads(pickled).process_group is dist.group.WORLD
     short_lived = dist.new_group([0, 3]), dist.new_group([1, 2])
     (process_group,) = (group for group in short_lived if group is not dist.GroupMember.NON_GROUP_MEMBER)
-    mine = resolve_group(process_group)
+    mine = resolve_group(connected(process_group))
     pickled = pickle.dumps(ColumnParallelLinear(4, 6, group=mine, device=ctx.device))
     assert pickle.loads(pickled).group.process_group is process_group
     dist.destroy_process_group(process_group)

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import Workers
+from tests.distributed import Workers, connected
 from tpfused.explanation import Choice, Explanation, explain
 from tpfused.group import TPGroup, resolve_group, with_replicas
 from tpfused.overlap import choice, communicator, measure, saved
@@ -182,7 +182,7 @@ def test_why_what_is_slower_was_taken():
 
 
 def check_absent_ranks(ctx, folder):
-    process_group = dist.new_group()
+    process_group = connected(dist.new_group())
     group, absent = resolve_group(process_group), ctx.rank % 2
     with fakes(folder), pytest.MonkeyPatch.context() as patch:
         patch.setattr(communicator, "_timeout", 0.3)

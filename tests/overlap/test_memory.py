@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 
 from tests.compare import Block
+from tests.distributed import connected
 from tests.overlap.extension import Communicator
 from tests.overlap.test_operations import forced
 from tpfused import ParallelTransformer, TransformerConfig
@@ -22,7 +23,7 @@ MIB = 2**20
 
 def check_told(ctx):
     """What each group keeps, also of groups that are gone, whose memory other ranks may have open."""
-    group, other = resolve_group(ctx.group(ctx.world)), dist.new_group(range(ctx.world))
+    group, other = resolve_group(ctx.group(ctx.world)), connected(dist.new_group(range(ctx.world)))
     device = torch.device("cuda", 99)
     made, gone = (
         SimpleNamespace(size=4, peer_bytes=20 * 2**20, workspace_bytes=10 * 2**20, device=device, process_group=each)
