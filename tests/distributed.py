@@ -75,6 +75,8 @@ class Workers:
 
     def __init__(self, device: str, world: int, timeout: float = ANSWER_TIMEOUT):
         self.device, self.world, self.timeout = device, world, timeout
+        gpus = torch.cuda.device_count() if device == "cuda" else world
+        self._turns = max(1, -(-world // max(1, gpus)))  # that the ranks of one GPU take
         self._processes, self._connections, self._folder = [], [], None
 
     def __enter__(self):
@@ -86,7 +88,8 @@ class Workers:
     def run(self, check, *args, timeout: float | None = None, **kwargs) -> list:
         """`check(context, *args, **kwargs)` in every worker; their results in rank order.
 
-        `timeout`: seconds to wait for this call's answers, instead of the pool's.
+        `timeout`: seconds to wait for this call's answers, instead of the pool's; so many times longer as ranks
+        take turns on a GPU.
         """
         if not self._processes:
             self._start()
@@ -94,7 +97,7 @@ class Workers:
         for connection in self._connections:
             with suppress(BrokenPipeError):  # died while idle: found out, and told, by _collect
                 connection.send_bytes(request)
-        return self._collect(check.__qualname__, timeout or self.timeout)
+        return self._collect(check.__qualname__, (timeout or self.timeout) * self._turns)
 
     def close(self):
         """Ends all workers, by force those that do not leave at once."""
@@ -124,7 +127,7 @@ class Workers:
             theirs.close()  # so that a worker's death is read here as the end of its pipe
             self._processes.append(process)
             self._connections.append(ours)
-        self._collect("start", START_TIMEOUT)
+        self._collect("start", START_TIMEOUT * self._turns)
 
     def _collect(self, what: str, timeout: float) -> list:
         results, problems = [None] * self.world, {}
