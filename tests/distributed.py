@@ -76,7 +76,7 @@ class Workers:
     def __init__(self, device: str, world: int, timeout: float = ANSWER_TIMEOUT):
         self.device, self.world, self.timeout = device, world, timeout
         gpus = torch.cuda.device_count() if device == "cuda" else world
-        self._turns = max(1, -(-world // max(1, gpus)))  # that the ranks of one GPU take
+        self.turns = max(1, -(-world // max(1, gpus)))  # that the ranks of one GPU take
         self._processes, self._connections, self._folder = [], [], None
 
     def __enter__(self):
@@ -97,7 +97,11 @@ class Workers:
         for connection in self._connections:
             with suppress(BrokenPipeError):  # died while idle: found out, and told, by _collect
                 connection.send_bytes(request)
-        return self._collect(check.__qualname__, (timeout or self.timeout) * self._turns)
+        return self._collect(check.__qualname__, (timeout or self.timeout) * self.turns)
+
+    def times(self, on_gpu: int, on_cpu: int = 0) -> int:
+        """How often to do what is to be done often: a tenth on a GPU whose ranks take turns, which are milliseconds."""
+        return on_cpu if self.device == "cpu" else on_gpu // (1 if self.turns == 1 else 10)
 
     def close(self):
         """Ends all workers, by force those that do not leave at once."""
@@ -127,7 +131,7 @@ class Workers:
             theirs.close()  # so that a worker's death is read here as the end of its pipe
             self._processes.append(process)
             self._connections.append(ours)
-        self._collect("start", START_TIMEOUT * self._turns)
+        self._collect("start", START_TIMEOUT * self.turns)
 
     def _collect(self, what: str, timeout: float) -> list:
         results, problems = [None] * self.world, {}

@@ -224,4 +224,4 @@ def test_bad_input_is_refused_before_any_collective(workers, tp):
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", ["cuda"], indirect=True)
 def test_replays_and_late_ranks(ranks, seed):
-    ranks.run(check_replays, 2000, seed, timeout=60)
+    ranks.run(check_replays, ranks.times(2000), seed, timeout=60)

@@ -142,18 +142,18 @@ def check_captured_under_detail(ctx, name):
 @tiers
 @pytest.mark.parametrize("operation", OPERATIONS)
 def test_replays(ranks, name, operation, seed):
-    ranks.run(check_replays, [name], [operation], SIZES, 1000, seed, timeout=60)
+    ranks.run(check_replays, [name], [operation], SIZES, ranks.times(1000), seed, timeout=60)
 
 
 @on_gpus
 def test_graphs_of_all_operations_and_tiers_in_turn(ranks, seed):
-    ranks.run(check_replays, TIERS, list(OPERATIONS), SIZES[1:2], 2000, seed, timeout=60)
+    ranks.run(check_replays, TIERS, list(OPERATIONS), SIZES[1:2], ranks.times(2000), seed, timeout=60)
 
 
 @on_gpus
 @tiers
 def test_graphed_callable(ranks, name, seed):
-    ranks.run(check_graphed_callable, name, 1000, seed, timeout=60)
+    ranks.run(check_graphed_callable, name, ranks.times(1000), seed, timeout=60)
 
 
 @on_gpus

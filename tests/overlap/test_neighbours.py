@@ -175,11 +175,11 @@ def check_peers_out_of_reach(ctx, why):
 @pytest.mark.parametrize("wrap", ["fsdp2", "ddp"])
 def test_beside_data_parallelism(ranks, wrap, few, seed):
     """Many rows travel by copy engines, few by kernels that wait for each other on the GPU."""
-    ranks.run(check_data_parallel, wrap, 50 if ranks.device == "cuda" else 2, few, seed, timeout=60)
+    ranks.run(check_data_parallel, wrap, ranks.times(50, 2), few, seed, timeout=60)
 
 
 def test_beside_asynchronous_collectives(ranks, seed):
-    ranks.run(check_asynchronous_collectives, 500 if ranks.device == "cuda" else 10, seed, timeout=60)
+    ranks.run(check_asynchronous_collectives, ranks.times(500, 10), seed, timeout=60)
 
 
 def test_process_groups_made_again(ranks, seed, tmp_path):

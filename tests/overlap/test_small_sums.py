@@ -139,4 +139,4 @@ def check_replays(ctx, steps, seed):
 @pytest.mark.gpu
 @pytest.mark.parametrize("workers", ["cuda"], indirect=True)
 def test_replays(ranks, seed):
-    ranks.run(check_replays, 500, seed)
+    ranks.run(check_replays, ranks.times(500), seed)

@@ -71,7 +71,7 @@ def check_mixed(ctx, steps, seed):
 
 
 def test_mixed_operations(ranks, seed):
-    ranks.run(check_mixed, 10_000 if ranks.device == "cuda" else 100, seed, timeout=100)
+    ranks.run(check_mixed, ranks.times(10_000, 100), seed, timeout=100)
 
 
 def check_rows_of_another_stream(ctx, seed):
