@@ -172,10 +172,13 @@ class Workers:
         self._processes, self._connections, self._folder = [], [], None
 
     def _stack(self, rank: int) -> str:
-        """Where a silent worker stands: it writes its Python stacks into its log when asked to."""
+        """Where a silent worker stands: it writes its Python stacks into its log when asked to, sooner or later."""
+        logged, deadline = self._log(rank), time.monotonic() + GRACE
         with suppress(ProcessLookupError):
             os.kill(self._processes[rank].pid, signal.SIGUSR1)
-        time.sleep(0.3)
+        while self._log(rank) == logged and time.monotonic() < deadline:
+            time.sleep(0.1)
+        time.sleep(0.3)  # for the rest of it
         return self._log(rank)
 
     def _log(self, rank: int) -> str:
