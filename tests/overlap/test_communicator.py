@@ -91,6 +91,27 @@ def check_no_memory(ctx, step):
     )
 
 
+def check_memory_that_torch_held(ctx):
+    """On one rank of each group there is room once torch has emptied its cache; then there is none, and later again."""
+    group, emptied, full = resolve_group(ctx.group(2)), Mock(), RuntimeError("out of memory")
+    module = fake_module()
+    with fakes(lambda: module), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "empty_cache", emptied)
+        if ctx.rank % 2:
+            module.group_allocate.side_effect = [full, b"7", full, full, b"7"]
+        made = communicator.communicator_of(group, DEVICE)
+        assert made.tiers == ("p2p", "nccl") and made.has_peers
+        with pytest.raises(RuntimeError, match="could not get 3 MiB of memory for its peers"):
+            made.reserve(3 * 2**20, "op")
+        assert not made.has_peers and emptied.call_count == ctx.rank % 2 * 2
+        made.reserve(1, "op")  # gets what small sums need
+        assert made.has_peers and module.group_allocate.call_args.args[1] == communicator.FIRST_SLOT
+
+
+def test_memory_that_torch_held(workers):
+    workers.run(check_memory_that_torch_held, timeout=30)
+
+
 @pytest.mark.parametrize("step", ["group_allocate", "group_connect"])
 def test_a_rank_without_memory_for_its_peers(workers, step):
     workers.run(check_no_memory, step, timeout=30)

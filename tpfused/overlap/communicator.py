@@ -143,7 +143,8 @@ class Communicator:
             f"{self._slot_bytes}"
         )
         with self._together(operation, needed):
-            if not self._grow(rounded_up(slot_bytes), operation):
+            # At least what there was at first: small sums count on it, also after memory that was not to be had.
+            if not self._grow(rounded_up(max(slot_bytes, FIRST_SLOT)), operation):
                 mib = f"{slot_bytes / 2**20:.0f} MiB"
                 raise RuntimeError(f"a rank could not get {mib} of memory for its peers to write")
 
@@ -193,7 +194,7 @@ class Communicator:
         exchange(None, self.process_group, call)  # nobody writes to the old memory any more
         self.module.group_disconnect(self.handle)
         exchange(None, self.process_group, call)  # and nobody has it open
-        mine, failure = attempt(self.module.group_allocate, self.handle, slot_bytes)
+        mine, failure = attempt(self._allocate, slot_bytes)
         handles = exchange(mine, self.process_group, call)
         if None not in handles:
             _, failure = attempt(self.module.group_connect, self.handle, handles)
@@ -204,6 +205,14 @@ class Communicator:
             return False
         self._slot_bytes = slot_bytes
         return True
+
+    def _allocate(self, slot_bytes: int) -> bytes:
+        """New memory, for peers to write: not of torch's allocator, which may hold what there is without a use."""
+        try:
+            return self.module.group_allocate(self.handle, slot_bytes)
+        except RuntimeError:
+            torch.cuda.empty_cache()
+            return self.module.group_allocate(self.handle, slot_bytes)
 
 
 def rounded_up(size: int) -> int:
