@@ -2,7 +2,9 @@
 
 import json
 import platform
+from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -249,6 +251,15 @@ def test_clear_choices(choices, monkeypatch, capsys):
     monkeypatch.setattr(saved, "clear", clear)
     assert main(["info", "--clear-choices"]) == 2
     assert capsys.readouterr().err == "tpfused info: --clear-choices: it is not yours\n"
+
+
+def test_without_a_home(monkeypatch, capsys):
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", Mock(side_effect=RuntimeError("Could not determine home directory.")))
+    assert main(["info"]) == 0 and main(["info", "--choices"]) == 0
+    assert capsys.readouterr().out.count("nowhere: Could not determine home directory.") == 2
+    assert main(["info", "--clear-choices"]) == 2
+    assert capsys.readouterr().err == "tpfused info: --clear-choices: Could not determine home directory.\n"
 
 
 @pytest.mark.gpu

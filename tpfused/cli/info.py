@@ -9,9 +9,11 @@ import os
 import platform
 import re
 import subprocess
+from collections.abc import Callable
 from importlib import metadata
 from importlib.util import find_spec
 from itertools import combinations
+from pathlib import Path
 
 import tpfused
 from tpfused import extension
@@ -34,7 +36,7 @@ def run(args) -> int:
     if args.clear_choices:
         return _clear_choices()
     if args.choices:
-        print("\n".join(_choices(saved.load())) or f"none are kept in {saved.path()}")
+        print("\n".join(_choices(saved.load())) or f"none are kept in {_where(saved.path)}")
         return 0
     info = collect()
     print(json.dumps(info, indent=2) if args.json else render(info))
@@ -63,7 +65,7 @@ def collect() -> dict:
         "links": _links(torch, gpus, smi),
         "extension": built,
         "choices": {
-            "kept_in": str(saved.path()),
+            "kept_in": _where(saved.path),
             "measured": saved.load(),
             "forced_tier": forced,
             **({"invalid": invalid} if invalid else {}),
@@ -115,10 +117,18 @@ def _choices(measured: dict[str, dict[str, saved.Times]]) -> list[str]:
 def _clear_choices() -> int:
     try:
         count = saved.clear()
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # the latter: no home
         raise UserError(f"--clear-choices: {error}") from error
     print(f"measured choices deleted: {count} ({saved.path()})")
     return 0
+
+
+def _where(path: Callable[[], Path]) -> str:
+    """A path in the cache folder."""
+    try:
+        return str(path())
+    except RuntimeError as error:  # as Path.home() says
+        return f"nowhere: {error} XDG_CACHE_HOME, or HOME, would say where"
 
 
 def _plain(value) -> str:
@@ -225,7 +235,7 @@ def _extension(torch, gpus: list[dict]) -> dict:
         reason = found.not_buildable
         answer = {"built": bool(installed), "usable": False, "can_be_built": not reason, **installed}
         if not reason and gpus:
-            reason = f"not yet: it will be compiled at first use, into {extension.cache_folder()}"
+            reason = f"not yet: it will be compiled at first use, into {_where(extension.cache_folder)}"
         elif not reason:
             install = 'pip install "setuptools>=77" && pip install --no-build-isolation .'
             reason = f"not yet, but it can be: {install} (in the source folder)"
