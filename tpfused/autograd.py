@@ -7,10 +7,14 @@ from functools import wraps
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def records_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too)."""
+    """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too). In
+    forward-mode differentiation as well: torch refuses a function's tangents, which would else be lost."""
+    if forward_ad._current_level >= 0:
+        return True
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
 
 

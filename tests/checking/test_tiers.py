@@ -41,7 +41,7 @@ def without_extension(argument, of):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(extension, "load", load)
-        patch.setattr(choice, "_card", lambda device: "Fake GPU")
+        patch.setattr(choice, "_card", lambda device: ("Fake GPU", "0:1b"))
         patch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
         worker.work(argument, of)
 

@@ -17,11 +17,11 @@ from torch import Tensor
 from tpfused.collectives import all_gather, all_reduce, reduce_scatter
 from tpfused.group import TPGroup
 from tpfused.overlap import calls, choice, measure, saved
-from tpfused.overlap.communicator import TYPES
+from tpfused.overlap.communicator import TF32, TYPES
 from tpfused.reference import activate, normalize
 from tpfused.sharding import shard_range
 
-DTYPES = {code: dtype for dtype, code in TYPES.items()}
+DTYPES = {code: dtype for dtype, code in TYPES.items()} | {TF32: torch.float32}
 EPILOGUES = {0: None, calls.RELU: "relu", calls.GELU_TANH: "gelu_tanh"}
 
 
@@ -163,6 +163,7 @@ class Communicator:
 
     def __init__(self, tp: TPGroup):
         self.module, self.rank, self.size, self.workspaces = Module(tp), tp.rank, tp.size, {}
+        self.process_group = tp.process_group
 
     def reserve(self, slot_bytes: int, operation: str) -> None:
         assert slot_bytes >= 0

@@ -230,7 +230,7 @@ def matmul(
             m, n, k, *x.stride(), *w.stride(),
             ACT=activation, GATED=gated, PRE="none" if pre is None else "write" if column_sums is None else "read",
             HAS_BIAS=bias is not None, HALF=is_half(x),
-            W_BY_ROWS=by_rows, PRECISION="tf32" if _tf32(x) else "ieee", COMPUTE=compute_type(x),
+            W_BY_ROWS=by_rows, PRECISION="tf32" if in_tf32(x.dtype) else "ieee", COMPUTE=compute_type(x),
             BEFORE_TILE=before_tile, TMA=tma, BM=t.rows, BN=t.columns, BK=t.depth, GROUP=t.group, PARTS=t.parts,
             PROGRAMS=programs, FLATTEN=before_tile is None and tma, num_stages=t.stages, num_warps=t.warps,
         )  # fmt: skip
@@ -270,9 +270,10 @@ def _hopper_tiles(m: int, n: int) -> int:
     return cdiv(m, HOPPER_ROWS) * cdiv(n, HOPPER_COLUMNS)
 
 
-def _tf32(x: Tensor) -> bool:
-    """Whether torch's own float32 matmuls may round their operands."""
-    return x.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32
+def in_tf32(dtype: torch.dtype) -> bool:
+    """Whether torch's own matmuls of this dtype may round their operands, which three settings of torch's say."""
+    # Not `allow_tf32`: torch refuses to tell that one once `fp32_precision` was set.
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision == "tf32"
 
 
 def _aligned(x: Tensor, by_rows: bool = True) -> bool:

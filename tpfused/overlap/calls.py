@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tpfused.kernels.matmul import in_tf32
 from tpfused.overlap.communicator import TF32, TYPES, WORKSPACE, Communicator, rounded_up
 from tpfused.overlap.operators import Needs
 from tpfused.overlap.plans import NormOperands, Operands, Plan
@@ -215,7 +216,7 @@ def _run(
         communicator.reserve(slot * itemsize, operation)
     communicator.set_deterministic(exact[-1])
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
-    kind = TF32 if dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32 else TYPES[dtype]
+    kind = TF32 if in_tf32(dtype) else TYPES[dtype]
     size = WORKSPACE[kind] + staged * itemsize + 4096
     workspace = _workspace(communicator.workspaces, x, stream, size, stays=not plan.compiled)
     _call(

@@ -23,6 +23,7 @@ import tpfused
 from tpfused.agreement import by_rank, together
 from tpfused.explanation import Choice, size_text
 from tpfused.group import TPGroup, exists
+from tpfused.kernels.matmul import in_tf32
 from tpfused.overlap import saved
 from tpfused.overlap.communicator import (
     MAKING,
@@ -38,7 +39,7 @@ from tpfused.overlap.measure import fastest, measure
 from tpfused.overlap.tiers import PLAIN, TIERS, exact, wanted, why_invalid
 
 Chosen = tuple[Communicator, str] | None
-Attempt = Callable[[Chosen], object]
+Attempt = Callable[[Chosen], object] | None
 
 CHOOSING = "the choice of a tier"
 MOST = 4096  # shapes that are known, cases that are listed, and of one group cases that are measured
@@ -72,6 +73,7 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
         shape: rows, input features and output features of all ranks: the same on each, or a call of one waits for
             others that never come. What a rank cannot know is None.
         attempt: runs the operation's forward once, without autograd, by what it is given: a result of this function.
+            None: nothing travels in the operation, and there is nothing to measure.
 
     Raises:
         ValueError: the tier that TPFUSED_TIER or `tier` asks for is not to be had here; the ranks' shapes differ, which
@@ -85,7 +87,7 @@ def choose(operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Att
         check_agreement(group, operation, shape, dtype, wanted[-1] + ", deterministic" * exact[-1])
     key = (
         shape, operation, group.process_group, group.replicas, x.get_device(), dtype, wanted[-1], exact[-1],
-        dtype is torch.float32 and torch.backends.cuda.matmul.allow_tf32,
+        in_tf32(dtype),
     )  # fmt: skip
     chosen = _known.get(key, _UNKNOWN)
     if chosen is _UNKNOWN:
@@ -137,7 +139,7 @@ def _look_closer(key: tuple, operation: str, group: TPGroup, x: Tensor, shape: S
     dtype = "tf32" if case[-1] else str(x.dtype).removeprefix("torch.")
     with torch.cuda.device(x.device) if x.device.type == "cuda" else nullcontext():
         capturing = _is_on_gpu(x) and _is_capturing()
-        place, tier, why = _settled(operation, group, x, shape, capturing)
+        place, tier, why = _settled(operation, group, x, shape, attempt, capturing)
         us, is_measured = {}, tier is None
         if is_measured:
             case_text, call = (f"{operation} {dtype} {' '.join(map(size_text, sizes))}" for sizes in (size, shape))
@@ -158,7 +160,7 @@ def _know(key: tuple, chosen: Chosen) -> Chosen:
 
 
 def _settled(
-    operation: str, group: TPGroup, x: Tensor, shape: Shape, capturing: bool
+    operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Attempt, capturing: bool
 ) -> tuple[_Place, str | None, str]:
     """The tier where that needs no measuring, and why; None where it does."""
     name = wanted[-1]
@@ -181,6 +183,8 @@ def _settled(
         return place, "reference", place.why_none
     if name == "first":
         return place, place.tiers[0], "not measured, as was asked for"
+    if attempt is None:
+        return place, place.tiers[0], "not measured: nothing travels"
     if exact[-1]:
         return place, place.tiers[0], "not measured: deterministic"
     if capturing:
@@ -252,8 +256,8 @@ def _look_around(group: TPGroup, device: torch.device) -> _Place:
     except Exception as error:  # on one rank, perhaps: the others must not use theirs
         why_none = f"{type(error).__name__}: {error}"
     tiers = communicator.tiers if communicator else ()
-    told = by_rank((why_none, tiers, _card(device), platform.node()), group.process_group, MAKING)
-    all_why, all_tiers, cards, hosts = zip(*told.values(), strict=True)
+    told = by_rank((why_none, tiers, *_card(device), platform.node()), group.process_group, MAKING)
+    all_why, all_tiers, cards, slots, hosts = zip(*told.values(), strict=True)
     for rank, why_none in zip(told, all_why, strict=True):
         if why_none:
             why_none = f"rank {rank} has no communicator: {why_none}"
@@ -264,9 +268,10 @@ def _look_around(group: TPGroup, device: torch.device) -> _Place:
     tiers = tuple(tier for tier in tiers if all(tier in others for others in all_tiers))
     built = communicator.module.build_info()
     all_cards = " + ".join(f"{count} x {card}" for card, count in sorted(Counter(cards).items()))
+    all_slots = ", ".join(sorted(set(slots)))  # which GPUs of a host, for some pairs may have another link than others
     name = (
-        f"{all_cards}, hosts: {len(set(hosts))}, tiers: {' '.join(tiers)}, tpfused {tpfused.__version__} "
-        f"{built['sources']}, torch {torch.__version__}, NCCL {built['nccl_loaded']}"
+        f"{all_cards} (PCI {all_slots}), hosts: {len(set(hosts))}, tiers: {' '.join(tiers)}, "
+        f"tpfused {tpfused.__version__} {built['sources']}, torch {torch.__version__}, NCCL {built['nccl_loaded']}"
     )
     return _Place(communicator, tiers, name)
 
@@ -292,5 +297,7 @@ def _is_capturing() -> bool:
     return torch.cuda.is_current_stream_capturing()
 
 
-def _card(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device)
+def _card(device: torch.device) -> tuple[str, str]:
+    """Its name and its PCI address."""
+    card = torch.cuda.get_device_properties(device)
+    return card.name, f"{card.pci_domain_id:x}:{card.pci_bus_id:02x}"

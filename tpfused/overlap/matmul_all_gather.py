@@ -101,6 +101,7 @@ class _ColumnMatmul(Operation):
     """
 
     name = "column_matmul"
+    travels_forward = False
 
     def forward(self, chosen, plan, training, x, weights, biases):
         keeps_pre = training and plan.keeps_pre
@@ -137,6 +138,7 @@ class _MatmulAllGather(_ColumnMatmul):
     """
 
     name = "matmul_all_gather"
+    travels_forward = True
     attempt = Operation.attempt
 
     def forward(self, chosen, plan, training, x, weights, biases):

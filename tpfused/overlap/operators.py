@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from tpfused.autograd import eager_apply, once_differentiable, records_gradient
-from tpfused.group import resolve_group
+from tpfused.group import exists, resolve_group
 from tpfused.kernels.launch import autocast_to
 from tpfused.kernels.linear_act import accumulate_wgrad
 from tpfused.kernels.matmul import product
@@ -24,6 +24,8 @@ from tpfused.main_grad import check_main_grad, into_main_grad
 from tpfused.overlap.choice import Chosen, choose
 from tpfused.overlap.plans import Call, Operands, Plan, plan_of, to_rows
 from tpfused.overlap.tiers import deterministic, exact
+
+MOST_BATCHES = 2**16 - 1  # that a matmul of cuBLASLt's may have: of tokens that are not the first dimension
 
 
 class Needs(NamedTuple):
@@ -50,6 +52,7 @@ class Operation:
     """
 
     name: str
+    travels_forward = True  # else its backward pass alone exchanges anything
 
     def forward(
         self,
@@ -157,9 +160,13 @@ class Operation:
         def attempt(chosen: Chosen) -> None:
             self.attempt(chosen, plan, dim, training, x, weights, biases)
 
+        if plan.batch > MOST_BATCHES:
+            return None
         # Ranks that save other rows make other exchanges backward: they must not take each other's for their own.
         name = f"{self.name} saving all rows" if plan.saves_gathered else self.name
-        return choose(name, plan.tp, x, plan.shape, attempt)
+        if training or self.travels_forward:
+            return choose(name, plan.tp, x, plan.shape, attempt)
+        return choose(f"{name} without gradients", plan.tp, x, plan.shape, None)
 
 
 def _is_plain(plan: Plan) -> bool:
@@ -191,6 +198,8 @@ class _Function(torch.autograd.Function):
         x, *saved = ctx.saved_tensors
         needs_residual, needs_x, *needs = ctx.needs_input_grad[4:]
         needs = Needs(needs_x, any(needs[:count]), any(needs[count:]), ctx.main_grads)
+        if ctx.chosen is not None and not exists(ctx.chosen[0].process_group):
+            raise RuntimeError(f"{ctx.operation.name}: a backward pass in a process group that has been destroyed")
         dys, kept = ([to_rows(tensor) for tensor in tensors] for tensors in (grads, saved[2 * count :]))
         with deterministic() if ctx.exact else nullcontext():
             dx, dweights, dbiases = ctx.operation.backward(
