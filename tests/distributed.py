@@ -99,9 +99,11 @@ class Workers:
                 connection.send_bytes(request)
         return self._collect(check.__qualname__, (timeout or self.timeout) * self.turns)
 
-    def times(self, on_gpu: int, on_cpu: int = 0) -> int:
+    def times(self, on_gpu: int, on_cpu: int | None = None) -> int:
         """How often to do what is to be done often: a tenth on a GPU whose ranks take turns, which are milliseconds."""
-        return on_cpu if self.device == "cpu" else on_gpu // (1 if self.turns == 1 else 10)
+        if self.device == "cpu":
+            return on_gpu if on_cpu is None else on_cpu
+        return on_gpu // (1 if self.turns == 1 else 10)
 
     def close(self):
         """Ends all workers, by force those that do not leave at once."""

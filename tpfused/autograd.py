@@ -11,11 +11,14 @@ from torch.autograd import forward_ad
 
 
 def records_gradient(*tensors: Tensor | None) -> bool:
-    """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too). In
-    forward-mode differentiation as well: torch refuses a function's tangents, which would else be lost."""
-    if forward_ad._current_level >= 0:
-        return True
+    """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too)."""
     return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+
+
+def needs_function(*tensors: Tensor | None) -> bool:
+    """Whether what is computed of these must be a function of autograd's: they record gradients, or may have tangents
+    (forward-mode), which would be lost outside of one, and which torch refuses in one."""
+    return forward_ad._current_level >= 0 or records_gradient(*tensors)
 
 
 def eager_apply(function: type[torch.autograd.Function]) -> Callable:

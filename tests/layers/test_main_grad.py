@@ -126,6 +126,19 @@ def check_operations(ctx, tp, seed):
             assert torch.equal(main_grad, before)
 
 
+def check_for_the_input_alone(ctx, tp):
+    """A backward pass adds the weight's gradient without being asked for it where it runs overlapped."""
+    block = Block(ctx, tp, "group", 0)
+    for name in paths(ctx, tp):
+        for operation, splits, options in CASES:
+            x, weight, bias = (value.requires_grad_() for value in draw(block, splits, torch.float32).values())
+            main_grad = torch.zeros_like(weight)
+            out = operation(x, weight, bias, main_grad=main_grad, group=block.group, **options)
+            torch.autograd.grad(out.square().sum(), x)
+            if main_grad.numel():
+                assert main_grad.any() == (name != "reference"), f"{operation.__name__} {name}"
+
+
 def check_several_weights(ctx, tp, seed):
     block = Block(ctx, tp, "group", seed)
     torch.manual_seed(block.seed)
@@ -284,6 +297,11 @@ def test_clipping(workers, tp, mode, seed):
 @two_ranks
 def test_operations(workers, tp, seed):
     workers.run(check_operations, tp, seed)
+
+
+@two_ranks
+def test_for_the_input_alone(workers, tp):
+    workers.run(check_for_the_input_alone, tp)
 
 
 @two_ranks

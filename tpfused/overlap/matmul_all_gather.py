@@ -12,6 +12,7 @@ from tpfused.collectives import all_gather, all_reduce
 from tpfused.group import TPGroup
 from tpfused.kernels.matmul import product
 from tpfused.overlap import calls
+from tpfused.overlap.choice import choose
 from tpfused.overlap.operators import Needs, Operation
 from tpfused.overlap.plain import act_gradient, activate, linear_act
 from tpfused.overlap.plans import Call, Plan, all_features, look_up, plan_of, to_rows
@@ -101,7 +102,6 @@ class _ColumnMatmul(Operation):
     """
 
     name = "column_matmul"
-    travels_forward = False
 
     def forward(self, chosen, plan, training, x, weights, biases):
         keeps_pre = training and plan.keeps_pre
@@ -122,6 +122,11 @@ class _ColumnMatmul(Operation):
     def plain(self, plan, dim, x, weights, biases):
         return [reference.column_parallel_linear(x, weights[0], biases[0], plan.tp, activation=plan.activation)]
 
+    def choose(self, plan, dim, training, x, weights, biases):
+        if training:
+            return super().choose(plan, dim, training, x, weights, biases)
+        return choose(f"{self.name} without gradients", plan.tp, x, plan.shape, None)
+
     def attempt(self, chosen, plan, dim, training, x, weights, biases):
         # The tiers differ in the backward pass only, whose time does not depend on what it is given.
         x = to_rows(x)
@@ -138,8 +143,7 @@ class _MatmulAllGather(_ColumnMatmul):
     """
 
     name = "matmul_all_gather"
-    travels_forward = True
-    attempt = Operation.attempt
+    choose, attempt = Operation.choose, Operation.attempt
 
     def forward(self, chosen, plan, training, x, weights, biases):
         if chosen is None:

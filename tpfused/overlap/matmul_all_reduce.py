@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tpfused import checks, reference
-from tpfused.autograd import records_gradient
+from tpfused.autograd import needs_function
 from tpfused.collectives import all_reduce
 from tpfused.explanation import KERNEL, PLAIN, tell
 from tpfused.group import TPGroup
@@ -130,7 +130,7 @@ def _why_apart(call: Call, row: int, operands: Sequence[Tensor]) -> str:
         return f"more than {MOST_TOKENS} tokens"
     if row % 16 or row > calls.MOST_NORMALIZED:
         return f"rows of {row:,} bytes: no multiple of 16, or more than {calls.MOST_NORMALIZED:,}"
-    return "with gradients" if records_gradient(*operands) else ""
+    return "with gradients" if needs_function(*operands) else ""
 
 
 def _prepare(tp: TPGroup, x, weights, biases, in_features) -> Call:

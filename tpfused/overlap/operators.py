@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfused.autograd import eager_apply, once_differentiable, records_gradient
+from tpfused.autograd import eager_apply, needs_function, once_differentiable, records_gradient
 from tpfused.group import exists, resolve_group
 from tpfused.kernels.launch import autocast_to
 from tpfused.kernels.linear_act import accumulate_wgrad
@@ -24,8 +24,6 @@ from tpfused.main_grad import check_main_grad, into_main_grad
 from tpfused.overlap.choice import Chosen, choose
 from tpfused.overlap.plans import Call, Operands, Plan, plan_of, to_rows
 from tpfused.overlap.tiers import deterministic, exact
-
-MOST_BATCHES = 2**16 - 1  # that a matmul of cuBLASLt's may have: of tokens that are not the first dimension
 
 
 class Needs(NamedTuple):
@@ -52,7 +50,6 @@ class Operation:
     """
 
     name: str
-    travels_forward = True  # else its backward pass alone exchanges anything
 
     def forward(
         self,
@@ -124,7 +121,7 @@ class Operation:
         if main_grads is not None:  # refused before a choice, for which the ranks meet
             for weight, main_grad in zip(weights, main_grads, strict=True):
                 check_main_grad(main_grad, weight, self.name)
-        training = records_gradient(x, residual, *weights, *biases)
+        training = needs_function(x, residual, *weights, *biases)
         if plan.saves_gathered and not records_gradient(*weights):
             plan = plan._replace(saves_gathered=False)
         chosen = self.choose(plan, dim, training, x, weights, biases) if direct else None
@@ -160,13 +157,9 @@ class Operation:
         def attempt(chosen: Chosen) -> None:
             self.attempt(chosen, plan, dim, training, x, weights, biases)
 
-        if plan.batch > MOST_BATCHES:
-            return None
         # Ranks that save other rows make other exchanges backward: they must not take each other's for their own.
         name = f"{self.name} saving all rows" if plan.saves_gathered else self.name
-        if training or self.travels_forward:
-            return choose(name, plan.tp, x, plan.shape, attempt)
-        return choose(f"{name} without gradients", plan.tp, x, plan.shape, None)
+        return choose(name, plan.tp, x, plan.shape, attempt)
 
 
 def _is_plain(plan: Plan) -> bool:
