@@ -6,6 +6,7 @@ namespace tpfused {
 namespace {
 
 constexpr int64_t most_pitch = INT32_MAX;  // bytes from one row to the next of a two-dimensional copy
+constexpr int64_t most_messages = 8;       // of NCCL's at a time
 
 // A rank's rows, which lie together in `x`, to their places among all.
 void copy_among(char* all, const void* x, Rows rows, int rank, int64_t row_bytes, cudaStream_t stream) {
@@ -140,17 +141,23 @@ class CopyScatter : public ByCopies<Scatter> {
 
 class NcclGather : public ByNccl<Gather> {
  public:
-  NcclGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, char* memory)
+  // `staged`: for a peer's rows that come together, and are copied to their places among all.
+  NcclGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole, char* memory, char* staged)
       : ByNccl(group, rows, row_bytes, memory) {
     const int rank = group.rank, size = group.size;
     for (int step = 1; step < size; ++step) {
       int to = (rank - step + size) % size, from = (rank + step) % size;
       const int64_t sent = rows.count(rank) * row_bytes, received = rows.count(from) * row_bytes;
-      NcclCalls calls;
-      for (int64_t each = 0; each < rows.batch; ++each) {
-        send_and_receive(static_cast<const char*>(x) + each * sent, sent, to, at(from, each), received, from);
+      if (rows.batch > most_messages) {
+        send_and_receive(x, rows.batch * sent, to, staged, rows.batch * received, from);
+        copy_among(memory, staged, rows, from, row_bytes, group.transfers);
+      } else {
+        NcclCalls calls;
+        for (int64_t each = 0; each < rows.batch; ++each) {
+          send_and_receive(static_cast<const char*>(x) + each * sent, sent, to, at(from, each), received, from);
+        }
+        calls.start();
       }
-      calls.start();
       group.mark(from, group.transfers);
     }
     if (whole) {
@@ -203,7 +210,8 @@ std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t
                                      Workspace& workspace) {
   if (tier == Tier::p2p) return std::make_unique<CopyGather>(group, rows, row_bytes, x, whole);
   char* all = workspace.take(rows.total() * row_bytes);
-  return std::make_unique<NcclGather>(group, rows, row_bytes, x, whole, all);
+  char* staged = workspace.take(rows.batch > 1 ? rows.batch * rows.count(0) * row_bytes : 0);
+  return std::make_unique<NcclGather>(group, rows, row_bytes, x, whole, all, staged);
 }
 
 std::unique_ptr<Scatter> start_scatter(Group& group, Tier tier, Rows rows, int64_t row_bytes, Workspace& workspace) {

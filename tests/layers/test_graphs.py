@@ -8,6 +8,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from tests.compare import Block
+from tests.conftest import gpu_world
+from tests.distributed import Workers
 from tests.layers.paths import assert_near, gradients
 from tests.layers.test_transformer import GPT, LLAMA
 from tests.overlap.cases import make_graphed, poisoned
@@ -220,6 +222,15 @@ def test_blocks(workers, tp, name, seed):
 @pytest.mark.parametrize("kind", [WholeBlock, DroppingMLP])
 def test_dropout(workers, tp, name, kind, sequence_parallel, seed):
     workers.run(check_dropout, tp, name, kind, sequence_parallel, seed, timeout=120)
+
+
+@pytest.mark.gpu
+@tiers
+def test_dropout_where_nothing_was_multiplied_by_torch_before(name, seed):
+    if gpu_world() < 2:
+        pytest.skip("needs two ranks")
+    with Workers("cuda", 2) as pool:
+        pool.run(check_dropout, 2, name, WholeBlock, True, seed, timeout=120)
 
 
 @on_gpus

@@ -74,7 +74,7 @@ def fakes(folder, communicator=None, **replaced):
         patch.setattr(choice, "communicator_of", communicator_of)
         patch.setattr(choice, "_is_on_gpu", lambda x: True)
         patch.setattr(choice, "_is_capturing", lambda: False)
-        patch.setattr(choice, "_card", lambda device: ("Fake GPU", "0:1b"))
+        patch.setattr(choice, "_card", lambda device: ("Fake GPU", "0:1b:00"))
         patch.setattr(measure, "_lap", fake_lap)
         patch.setattr(saved, "path", lambda: folder / "choices.json")
         for name, value in replaced.items():
@@ -115,7 +115,7 @@ def check_agreement(ctx, folder):
 def test_the_slowest_rank_counts(workers, tmp_path):
     workers.run(check_agreement, tmp_path)
     (place,) = saved_in(tmp_path)
-    assert place.startswith("4 x Fake GPU (PCI 0:1b), hosts: 1, tiers: p2p nccl, tpfused ")
+    assert place.startswith("4 x Fake GPU (PCI 0:1b:00), hosts: 1, tiers: p2p nccl, tpfused ")
     assert len(saved_in(tmp_path)[place]) == 7 and "op bfloat16 1024 64 ?" in saved_in(tmp_path)[place]
 
 

@@ -28,6 +28,8 @@ CPU_SIZES = [(8, 2, 6, 8), (5, 1, 7, 10), (2, 3, 5, 1), (1, 1, 4, 5), (3, 2, 4, 
 GPU_SIZES = [(512, 1, 256, 512), (300, 2, 264, 1000), (7, 3, 130, 66), (1, 1, 64, 3), (2048, 1, 1024, 2048)]
 # In four vectors a thread and a few more, by one kernel; and own rows that are added in two halves.
 GPU_SIZES += [(64, 1, 100, 12), (3001, 1, 64, 1040), (4608, 1, 64, 1024)]
+# More of a batch than messages that NCCL is given at a time, and more rows than one kernel gathers.
+GPU_SIZES += [(41, 200, 512, 40)]
 
 SHAPE, K, N = (7, 5), 6, 10  # x is [7, 5, 6]: either of its first dimensions may be the tokens
 # Operation, the dimensions along which x, weight and bias are split, options.

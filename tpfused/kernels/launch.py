@@ -92,7 +92,7 @@ def launch(kernel: triton.JITFunction, grid: tuple[int, ...], *args, num_warps: 
     key = tuple(key)
     compiled = _compiled.get(key)
     if compiled is None:
-        with _loading() if torch.cuda.is_current_stream_capturing() else _HERE:
+        with relaxed_capture() if torch.cuda.is_current_stream_capturing() else _HERE:
             _compiled[key] = kernel[grid](*args, **constants, num_warps=num_warps, num_stages=num_stages)
     else:
         compiled[(*grid, 1, 1)[:3]](*args, *values, stream=torch._C._cuda_getCurrentRawStream(device))
@@ -104,9 +104,10 @@ _compiled: dict[tuple, object] = {}
 
 
 @contextmanager
-def _loading() -> Iterator[None]:
-    """Within it, this thread may load kernels while a stream of it is captured: CUDA forbids that unless the thread
-    says that it is not to be captured. Attention with dropout is one way in a graph and another in the calls before.
+def relaxed_capture() -> Iterator[None]:
+    """Within it, this thread may load kernels and allocate while a stream of it is captured: CUDA forbids that unless
+    the thread says that it is not to be captured. Attention with dropout is one way in a graph and another in the calls
+    before.
     """
     exchange = ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode
     mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED

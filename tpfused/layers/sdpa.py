@@ -20,6 +20,7 @@ from torch.nn.attention import SDPBackend
 from tpfused import reference
 from tpfused.explanation import MOST_TOLD, tell
 from tpfused.group import TPGroup
+from tpfused.kernels.launch import relaxed_capture
 from tpfused.kernels.softmax import scale_mask_softmax
 from tpfused.layers.backend import runs_kernels
 from tpfused.random import rank_dropout
@@ -85,6 +86,9 @@ def attention_with_probabilities(
     heads, tokens, keys]``: the probabilities, after dropout. The scores are kept for backward."""
     queries = q.shape[1] // k.shape[1]
     k, v = k.repeat_interleave(queries, dim=1), v.repeat_interleave(queries, dim=1)
+    captured = not torch.compiler.is_compiling() and q.is_cuda and torch.cuda.is_current_stream_capturing()
+    if captured:
+        _make_blas_handle()
     scores, scale = q @ k.transpose(-1, -2), q.shape[-1] ** -0.5
     if mask is not None and mask.dtype != torch.bool:
         mask = mask.to(q.dtype)
@@ -94,7 +98,17 @@ def attention_with_probabilities(
     else:
         probabilities = reference.scale_mask_softmax(scores, mask, scale, causal)
         probabilities = rank_dropout(probabilities, dropout, group, backend) if dropout else probabilities
-    return probabilities @ v, probabilities
+    out = probabilities @ v
+    if captured and out.requires_grad:
+        out.register_hook(_make_blas_handle)  # autograd has a thread of its own
+    return out, probabilities
+
+
+def _make_blas_handle(_: Tensor | None = None) -> None:
+    """For torch's matmuls in a capture. A thread makes it when it first multiplies, which allocates, and captures
+    forbid that; the calls before need not have, for the layers' matmuls and torch's attention have their own."""
+    with relaxed_capture():
+        torch.cuda.current_blas_handle()
 
 
 def shares_heads(q: Tensor, backend: str | None) -> bool:

@@ -54,7 +54,8 @@ def all_gather_matmul(
         pres.append(pre)
     gathered = x.new_empty(plan.total, plan.inputs) if keeps_gathered else None
     slot = plan.padded * plan.inputs
-    _run(link, "all_gather_matmul", plan, x, slot, _gathered(link, slot, x), 0, NOWHERE, _address(gathered), columns)
+    sizes = slot, _gathered(link, plan, slot, x)
+    _run(link, "all_gather_matmul", plan, x, *sizes, 0, NOWHERE, _address(gathered), columns)
     return ys, pres, gathered
 
 
@@ -71,7 +72,7 @@ def column_backward(
         held.append(weight)
         dweights.append(dweight)
     slot = plan.padded * plan.inputs
-    staged = plan.total * plan.inputs + (2 * slot if link[1] == "nccl" else _gathered(link, slot, x))
+    staged = plan.total * plan.inputs + _gathered(link, plan, slot, x) + (slot if link[1] == "nccl" else 0)
     more = plan.saves_gathered, _address(dx), needs.x, _wants_dweight(needs), columns
     _run(link, "column_backward", plan, x, slot, staged, 0, NOWHERE, *more)
     return dx, dweights if needs.main_grads is None else [None] * len(dweights)
@@ -96,7 +97,7 @@ def row_backward(
 ) -> tuple[Tensor | None, Tensor | None]:
     """-> the gradients of x (all rows) and of the weight."""
     slot = plan.padded * weight.shape[0]
-    sizes = slot, _gathered(link, slot, x)
+    sizes = slot, _gathered(link, plan, slot, x)
     return _backward("row_backward", link, plan, needs, dy, x, weight, *sizes, needs.x, _wants_dweight(needs))
 
 
@@ -189,9 +190,12 @@ def _wants_dweight(needs: Needs) -> int:
     return needs.weights * (1 if needs.main_grads is None else 2)
 
 
-def _gathered(link: Link, entries: int, x: Tensor) -> int:
-    """How much of `staged` is for `entries` that are gathered: by copy engines, they stay where peers write them."""
-    return entries if link[1] == "nccl" else min(entries, MOST_GATHERED // x.element_size())
+def _gathered(link: Link, plan: Plan, entries: int, x: Tensor) -> int:
+    """How much of `staged` is for the plan's `entries` that are gathered: by copy engines, they stay where peers write
+    them; by NCCL, one rank's at a time may come together before they are put to their places."""
+    if link[1] == "nccl":
+        return entries + (entries // link[0].size if plan.batch > 1 else 0)
+    return min(entries, MOST_GATHERED // x.element_size())
 
 
 def _all_reduced(link: Link, plan: Plan, features: int) -> tuple[int, int]:

@@ -300,4 +300,4 @@ def _is_capturing() -> bool:
 def _card(device: torch.device) -> tuple[str, str]:
     """Its name and its PCI address."""
     card = torch.cuda.get_device_properties(device)
-    return card.name, f"{card.pci_domain_id:x}:{card.pci_bus_id:02x}"
+    return card.name, f"{card.pci_domain_id:x}:{card.pci_bus_id:02x}:{card.pci_device_id:02x}"
