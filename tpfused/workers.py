@@ -124,13 +124,13 @@ def run_workers(function: Callable, argument: Any, world: int, on_event: Callabl
 def take_gpu(local_rank: int, local_world: int) -> "torch.device":
     """The GPU of this process, one of so many ranks on the host. Of fewer GPUs each serves several ranks, slowly, to
     see whether they are right: NCCL, which takes no two ranks of one host on one GPU, is told then, by the environment,
-    that each is a host of its own.
+    that ranks which share none are a host of their own.
     """
     import torch  # not above: a worker may need no torch
 
     gpus = torch.cuda.device_count()
     if local_world > gpus:
-        os.environ["NCCL_HOSTID"] = f"rank{local_rank}"
+        os.environ["NCCL_HOSTID"] = f"host{local_rank // gpus}"
         os.environ.setdefault("NCCL_SOCKET_IFNAME", "lo")
     return torch.device("cuda", local_rank % gpus)
 

@@ -146,11 +146,11 @@ def test_the_gpu_of_a_rank(monkeypatch):
         monkeypatch.setenv(name, "")  # restored at the end
         monkeypatch.delenv(name)
     assert [take_gpu(rank, 2).index for rank in range(2)] == [0, 1] and "NCCL_HOSTID" not in os.environ
-    hosts = set()
+    places = set()
     for rank, gpu in enumerate((0, 1, 0, 1)):
         assert take_gpu(rank, 4) == torch.device("cuda", gpu)
-        hosts.add(os.environ["NCCL_HOSTID"])
-    assert len(hosts) == 4 and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
+        places.add((os.environ["NCCL_HOSTID"], gpu))
+    assert len(places) == 4 and len({host for host, _ in places}) == 2 and os.environ["NCCL_SOCKET_IFNAME"] == "lo"
 
 
 @pytest.mark.parametrize("ratio", [0.5, 2.0])
