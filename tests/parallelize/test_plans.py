@@ -267,7 +267,7 @@ def check_refusals(ctx, seed):
     with refuses(TypeError, "names of modules", 3):
         split(Model(), {3: "colwise"})
     with refuses(ValueError, "the model", "DistributedDataParallel", "fully_shard"):
-        split(nn.parallel.DistributedDataParallel(Model(), process_group=ctx.group(4)), PLAN)
+        split(nn.parallel.DistributedDataParallel(Model().to(ctx.device), process_group=ctx.group(4)), PLAN)
     odd = Model()
     odd.head = nn.Linear(20, 37)
     odd.extra.gain = nn.Parameter(torch.ones(1))
