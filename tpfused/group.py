@@ -182,11 +182,13 @@ def replica_mesh(group: TPGroup) -> DeviceMesh:
     key = (group.process_group, group.replicas)
     if key not in _REPLICA_MESHES:
         check_reshapable(group.mesh, group.size)
-        (name,) = group.mesh.mesh_dim_names
-        # Unflattened, not made anew: FSDP2 wants all meshes to have one root.
-        _REPLICA_MESHES[key] = group.mesh._unflatten(
-            0, (group.size, group.replicas), (f"{name}_shard", f"{name}_replica")
-        )
+        shape, names = (group.size, group.replicas), group.mesh.mesh_dim_names or ("tp",)
+        names = tuple(f"{name}_{part}" for name in names for part in ("shard", "replica"))
+        if group.mesh.mesh_dim_names is None:
+            mesh = type(group.mesh)(group.mesh.device_type, group.mesh.mesh.view(shape), mesh_dim_names=names)
+        else:
+            mesh = group.mesh._unflatten(0, shape, names)  # not made anew: FSDP2 wants all meshes to have one root
+        _REPLICA_MESHES[key] = mesh
     return _REPLICA_MESHES[key]
 
 
@@ -194,12 +196,13 @@ def check_reshapable(mesh: DeviceMesh, kv_heads: int) -> None:
     """Refuse a mesh that `replica_mesh` could not reshape for so many key-value heads.
 
     Raises:
-        ValueError: its dimension has no name.
+        ValueError: its dimension has no name, and it is a part of the program's ranks: torch reshapes none such, and
+            who makes another has to make those of all the parts.
     """
-    if mesh.mesh_dim_names is None:
+    if mesh.mesh_dim_names is None and mesh.size() < dist.get_world_size():
         raise ValueError(
-            f"{kv_heads} key-value heads on {mesh.size()} ranks need a mesh whose dimension has a name, as in "
-            f'init_device_mesh(..., mesh_dim_names=("tp",)): only such a mesh can be reshaped'
+            f"{kv_heads} key-value heads on {mesh.size()} of {dist.get_world_size()} ranks need a mesh whose dimension "
+            f'has a name, as in init_device_mesh(..., mesh_dim_names=("tp",)): only such a mesh can be reshaped'
         )
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from tests.compare import Block, assert_close, refuses
 from tpfused import (
@@ -21,6 +21,7 @@ from tpfused import (
     RowParallelLinear,
     TransformerConfig,
     VocabParallelEmbedding,
+    clip_grad_norm_,
     rank_rng,
     vocab_parallel_cross_entropy,
 )
@@ -153,15 +154,37 @@ def test_masks_and_labels_are_refused_before_any_collective(workers, tp):
 
 
 def check_mesh_without_names(ctx):
-    mesh = DeviceMesh(ctx.device.type, list(range(ctx.world)))
-    with refuses(ValueError, 1, ctx.world, "mesh_dim_names"):
-        ParallelAttention(16, 4, 1, mesh=mesh, device=ctx.device)
+    halves = [DeviceMesh(ctx.device.type, [first, first + 1]) for first in range(0, ctx.world, 2)]
+    with refuses(ValueError, 1, 2, ctx.world, "mesh_dim_names"):
+        ParallelAttention(16, 4, 1, mesh=halves[ctx.rank // 2], device=ctx.device)
 
 
-def test_shared_heads_need_a_mesh_with_names(workers):
+def test_heads_shared_by_some_ranks_need_a_mesh_with_names(workers):
+    if workers.world < 4:
+        pytest.skip("needs two meshes")
+    workers.run(check_mesh_without_names)
+
+
+def check_all_ranks_without_names(ctx, seed):
+    """As transformers makes it: what torch calls a mesh's dimensions changes nothing."""
+    meshes = [init_device_mesh(ctx.device.type, (ctx.world,), mesh_dim_names=names) for names in (None, ("tp",))]
+    results = []
+    for mesh in meshes:
+        torch.manual_seed(seed)
+        layer = ParallelAttention(16, 4, 1, mesh=mesh, device=ctx.device)
+        layer(torch.randn(5, 2, 16, device=ctx.device)).square().mean().backward()
+        norm = clip_grad_norm_(layer.parameters(), 0.1)
+        torch.optim.SGD(layer.parameters(), 1.0).step()
+        results.append([norm, *(param.full_tensor() for param in layer.parameters())])
+        assert {param.device_mesh.ndim for param in layer.parameters()} == {1, 2}
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_heads_shared_on_a_mesh_without_names(workers, seed):
     if workers.world == 1:
         pytest.skip("one rank shares no heads")
-    workers.run(check_mesh_without_names)
+    workers.run(check_all_ranks_without_names, seed)
 
 
 def test_meta_tensors_pass_through():

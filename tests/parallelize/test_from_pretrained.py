@@ -24,7 +24,8 @@ def check_transformers_loads(ctx, folder, name):
         skeleton = build(name)
     kind = getattr(transformers, type(skeleton).__name__)
     distributed = DistributedConfig(tp_size=ctx.world, tp_plan=tp_plan(skeleton))
-    with mock.patch.dict(os.environ, LOCAL_RANK=str(ctx.rank)):
+    own_device = ctx.rank if ctx.device.type == "cpu" else ctx.device.index  # of which there may be fewer than ranks
+    with mock.patch.dict(os.environ, LOCAL_RANK=str(own_device)):
         model = kind.from_pretrained(folder / name, distributed_config=distributed).eval()
     assert type(model.model.layers[0].mlp.up_proj) is ColumnParallelLinear
     assert model.model.layers[0].mlp.up_proj.weight.to_local().shape[0] < model.config.intermediate_size
