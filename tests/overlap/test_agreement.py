@@ -49,6 +49,11 @@ def check_disagreements(ctx):
             all_gather_matmul(ones(own(tokens), 3), ones(5, 3), total_len=tokens)
         with refuses(ValueError, "all_gather_matmul", 6, 7):
             all_gather_matmul(ones(own(8), features), ones(5, features), total_len=8)
+        with refuses(ValueError, "matmul_reduce_scatter", "64 rows (1 x 8 tokens of 8)", "(8 x 8 tokens of 1)"):
+            matmul_reduce_scatter(ones(8, 8, 3), ones(6, 3), sequence_dim=int(last))
+        with refuses(ValueError, "all_gather_matmul", "(1 x 8 tokens of 2)", "(2 x 8 tokens of 1)"):
+            shape = (2, own(8)) if last else (own(8), 2)
+            all_gather_matmul(ones(*shape, 3), ones(5, 3), total_len=8, sequence_dim=int(last))
         with refuses(ValueError, "matmul_all_gather", 6, 7):
             matmul_all_gather(ones(8, 3), ones(own(features), 3), out_features=features)
         with refuses(ValueError, "column_matmul", 8, 7):  # whose backward pass would wait

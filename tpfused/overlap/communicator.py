@@ -31,6 +31,7 @@ FIRST_SLOT = 2**20  # bytes of each of the peers' buffers at first
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
+Layout = tuple[int, int, int]  # tokens, rows of each one after the other, times that all tokens come
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, at most: of a small card fewer
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
@@ -295,20 +296,33 @@ def meet_for(operation: str, process_group: dist.ProcessGroup) -> None:
     meet(process_group, operation, _timeout)
 
 
-def check_agreement(group: TPGroup, operation: str, shape: Shape, dtype: torch.dtype, tier: str) -> None:
+def check_agreement(
+    group: TPGroup, operation: str, shape: Shape, dtype: torch.dtype, tier: str, layout: Layout | None = None
+) -> None:
     """A collective, for when ranks may not mean the same call.
 
     Raises:
-        ValueError: on every rank, if the group's ranks differ in the operation, the shape of the whole, the dtype, or
-            the tier that is asked for.
+        ValueError: on every rank, if the group's ranks differ in the operation, the shape of the whole, how its rows
+            lie, the dtype, or the tier that is asked for.
     """
-    calls = by_rank((operation, shape, str(dtype), tier), group.process_group, "an overlapped operation")
+    calls = by_rank(
+        (operation, shape, layout_text(layout), str(dtype), tier), group.process_group, "an overlapped operation"
+    )
     if len(set(calls.values())) > 1:
         told = "; ".join(
-            f"rank {rank}: {name}, {size_text(rows)} rows, {size_text(k)} -> {size_text(n)} features, {kind}, tier {by}"
-            for rank, (name, (rows, k, n), kind, by) in calls.items()
+            f"rank {rank}: {name}, {size_text(rows)} rows{lie}, {size_text(k)} -> {size_text(n)} features, {kind}, "
+            f"tier {by}"
+            for rank, (name, (rows, k, n), lie, kind, by) in calls.items()
         )
         raise ValueError(f"the ranks of a group make different calls: {told}")
+
+
+def layout_text(layout: Layout | None) -> str:
+    """Says nothing where each row is a token."""
+    if layout is None or layout[1:] == (1, 1):
+        return ""
+    tokens, each, batch = layout
+    return f" ({batch} x {tokens} tokens of {each})"
 
 
 def _make(group: TPGroup, device: torch.device) -> Communicator | None:

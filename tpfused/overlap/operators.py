@@ -159,7 +159,7 @@ class Operation:
 
         # Ranks that save other rows make other exchanges backward: they must not take each other's for their own.
         name = f"{self.name} saving all rows" if plan.saves_gathered else self.name
-        return choose(name, plan.tp, x, plan.shape, attempt)
+        return choose(name, plan.tp, x, plan.shape, attempt, (plan.tokens, plan.each, plan.batch))
 
 
 def _is_plain(plan: Plan) -> bool:
