@@ -205,12 +205,14 @@ def overlap_columns(rows: Sequence[Row]) -> Columns:
     variants = dict.fromkeys(row["variant"] for row in rows)
     mine = {*PARTS, *(row["variant"] for row in rows if is_ours(row))}
     parts = {f"{name} us": of(name, "us", ",.1f") for name in PARTS if name in variants}
+    by_nccl = {"ours by NCCL, ratio": of("ours_nccl", "ratio", ".2f")} if "ours_nccl" in variants else {}
     others = {f"{name} ratio": of(name, "ratio", ".2f") for name in variants if name not in mine}
     return {
         **parts,
         "ours us": us_of,
         "ratio to floor (IQR)": of_ours("ratio", ratio),
         "hidden": of_ours("hidden", lambda row: f"{row['hidden']:.2f}"),
+        **by_nccl,
         **others,
         "host us": of_ours("host_us", lambda row: f"{row['host_us']:,.0f}"),
     }

@@ -237,7 +237,7 @@ def _extension(torch, gpus: list[dict]) -> dict:
         if not reason and gpus:
             reason = f"not yet: it will be compiled at first use, into {_where(extension.cache_folder)}"
         elif not reason:
-            install = 'pip install "setuptools>=77" && pip install --no-build-isolation .'
+            install = 'pip install "setuptools>=77" && pip install --no-build-isolation -e .'
             reason = f"not yet, but it can be: {install} (in the source folder)"
         return answer | {"reason": reason}
     compiled = found.module
