@@ -99,8 +99,9 @@ def attention_with_probabilities(
         probabilities = reference.scale_mask_softmax(scores, mask, scale, causal)
         probabilities = rank_dropout(probabilities, dropout, group, backend) if dropout else probabilities
     out = probabilities @ v
-    if captured and out.requires_grad:
-        out.register_hook(_make_blas_handle)  # autograd has a thread of its own
+    for result in (out, scores):  # whichever has a gradient: autograd has a thread of its own
+        if captured and result.requires_grad:
+            result.register_hook(_make_blas_handle)
     return out, probabilities
 
 
