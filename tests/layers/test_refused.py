@@ -5,7 +5,7 @@ import torch
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.compare import Block, refuses
-from tests.layers.test_misuse import LAYERS, SIZES
+from tests.layers.test_arguments import LAYERS, SIZES
 from tpfused import (
     ColumnParallelLinear,
     ParallelAttention,
