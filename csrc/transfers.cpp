@@ -6,7 +6,6 @@ namespace tpfused {
 namespace {
 
 constexpr int64_t most_pitch = INT32_MAX;  // bytes from one row to the next of a two-dimensional copy
-constexpr int64_t most_messages = 8;       // of NCCL's at a time
 
 // A rank's rows, which lie together in `x`, to their places among all.
 void copy_among(char* all, const void* x, Rows rows, int rank, int64_t row_bytes, cudaStream_t stream) {
@@ -210,7 +209,7 @@ std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t
                                      Workspace& workspace) {
   if (tier == Tier::p2p) return std::make_unique<CopyGather>(group, rows, row_bytes, x, whole);
   char* all = workspace.take(rows.total() * row_bytes);
-  char* staged = workspace.take(rows.batch > 1 ? rows.batch * rows.count(0) * row_bytes : 0);
+  char* staged = rows.batch > most_messages ? workspace.take(rows.batch * rows.count(0) * row_bytes) : nullptr;
   return std::make_unique<NcclGather>(group, rows, row_bytes, x, whole, all, staged);
 }
 

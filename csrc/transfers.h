@@ -47,6 +47,9 @@ class Gather : public Transfer {
   virtual const char* all() const = 0;
 };
 
+// NCCL's messages to a peer at a time: with more batches of rows, a peer's come as one and are put to their places.
+constexpr int64_t most_messages = 8;
+
 // Starts it on the group's stream. `x`: this rank's rows; `whole`: they are needed among the others too.
 std::unique_ptr<Gather> start_gather(Group& group, Tier tier, Rows rows, int64_t row_bytes, const void* x, bool whole,
                                      Workspace& workspace);

@@ -284,3 +284,4 @@ def test_constants_that_python_and_the_extension_share():
     assert communicator.WORKSPACE == wanted
     assert calls.MOST_GATHERED == 2 * constant("most_gathered")
     assert calls.MOST_FEATURES_GATHERED == constant("most_features_gathered")
+    assert calls.MOST_MESSAGES == constant("most_messages")

@@ -179,13 +179,15 @@ def replica_mesh(group: TPGroup) -> DeviceMesh:
     Made once for a mesh and number of replicas. torch makes process groups for it, in which all ranks of the program
     take part: all tensor-parallel groups must build the same layers in the same order, as they do for one model.
     """
+    from torch.distributed.device_mesh import DeviceMesh
+
     key = (group.process_group, group.replicas)
     if key not in _REPLICA_MESHES:
         check_reshapable(group.mesh, group.size)
-        shape, names = (group.size, group.replicas), group.mesh.mesh_dim_names or ("tp",)
-        names = tuple(f"{name}_{part}" for name in names for part in ("shard", "replica"))
-        if group.mesh.mesh_dim_names is None:
-            mesh = type(group.mesh)(group.mesh.device_type, group.mesh.mesh.view(shape), mesh_dim_names=names)
+        (name,) = group.mesh.mesh_dim_names or ("tp",)
+        shape, names = (group.size, group.replicas), (f"{name}_shard", f"{name}_replica")
+        if group.mesh.mesh_dim_names is None:  # of all ranks
+            mesh = DeviceMesh(group.mesh.device_type, group.mesh.mesh.view(shape), mesh_dim_names=names)
         else:
             mesh = group.mesh._unflatten(0, shape, names)  # not made anew: FSDP2 wants all meshes to have one root
         _REPLICA_MESHES[key] = mesh

@@ -19,6 +19,7 @@ MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of
 MOST_GATHERED, MOST_FEATURES_GATHERED = 2 * 2**20, 8 * 2**20
 # Bytes of a sum, for which there is room beside any slot: `one_shot_bytes` of csrc/small_sums.cu.
 MOST_REDUCED = 256 * 2**10
+MOST_MESSAGES = 8  # batches of rows that NCCL gathers one by one, at most: `most_messages` of csrc/transfers.h
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # for which a group keeps a workspace: it is used in one stream's order
@@ -192,9 +193,9 @@ def _wants_dweight(needs: Needs) -> int:
 
 def _gathered(link: Link, plan: Plan, entries: int, x: Tensor) -> int:
     """How much of `staged` is for the plan's `entries` that are gathered: by copy engines, they stay where peers write
-    them; by NCCL, one rank's at a time may come together before they are put to their places."""
+    them; by NCCL, of many batches one rank's at a time come together before they are put to their places."""
     if link[1] == "nccl":
-        return entries + (entries // link[0].size if plan.batch > 1 else 0)
+        return entries + (entries // link[0].size if plan.batch > MOST_MESSAGES else 0)
     return min(entries, MOST_GATHERED // x.element_size())
 
 

@@ -29,13 +29,13 @@ from tpfused.overlap.communicator import (
     MAKING,
     TYPES,
     Communicator,
-    Layout,
+    Rows,
     Shape,
     check_agreement,
     communicator_of,
     exchange,
-    layout_text,
     meet_for,
+    rows_text,
 )
 from tpfused.overlap.measure import fastest, measure
 from tpfused.overlap.tiers import PLAIN, TIERS, exact, wanted, why_invalid
@@ -66,7 +66,7 @@ _places: dict[tuple[dist.ProcessGroup, torch.device], _Place] = {}
 
 
 def choose(
-    operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Attempt, layout: Layout | None = None
+    operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Attempt, rows: Rows | None = None
 ) -> Chosen:
     """The communicator and tier that `operation` is to run by; None: the plain path.
 
@@ -78,7 +78,7 @@ def choose(
             others that never come. What a rank cannot know is None.
         attempt: runs the operation's forward once, without autograd, by what it is given: a result of this function.
             None: nothing travels in the operation, and there is nothing to measure.
-        layout: how the rows lie, in which the ranks must agree as well.
+        rows: how the rows lie, in which the ranks must agree as well.
 
     Raises:
         ValueError: the tier that TPFUSED_TIER or `tier` asks for is not to be had here; the ranks' shapes differ, which
@@ -89,14 +89,14 @@ def choose(
     dtype = x.dtype
     detail = group.size > 1 and dist.get_debug_level() == dist.DebugLevel.DETAIL
     if detail and not (_is_on_gpu(x) and _is_capturing()):  # no graph holds an exchange of objects
-        check_agreement(group, operation, shape, dtype, wanted[-1] + ", deterministic" * exact[-1], layout)
+        check_agreement(group, operation, shape, dtype, wanted[-1] + ", deterministic" * exact[-1], rows)
     key = (
         shape, operation, group.process_group, group.replicas, x.get_device(), dtype, wanted[-1], exact[-1],
         in_tf32(dtype),
     )  # fmt: skip
     chosen = _known.get(key, _UNKNOWN)
     if chosen is _UNKNOWN:
-        chosen = _look_closer(key, operation, group, x, shape, attempt, layout)
+        chosen = _look_closer(key, operation, group, x, shape, attempt, rows)
     if chosen is None and group.size > 1:  # else the operation itself looks
         place = _places.get((group.process_group, x.device))
         if place is not None and place.communicator is not None:
@@ -135,7 +135,7 @@ def bucket(rows: int) -> int:
 
 
 def _look_closer(
-    key: tuple, operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Attempt, layout: Layout | None
+    key: tuple, operation: str, group: TPGroup, x: Tensor, shape: Shape, attempt: Attempt, rows: Rows | None
 ) -> Chosen:
     """`choose`, for a shape that is not known, or not any more."""
     size = bucket(shape[0]), *shape[1:]
@@ -150,7 +150,7 @@ def _look_closer(
         us, is_measured = {}, tier is None
         if is_measured:
             case_text, call = (f"{operation} {dtype} {' '.join(map(size_text, sizes))}" for sizes in (size, shape))
-            tier, why, us = _agreed(case_text, call + layout_text(layout), place, group, x.device, attempt)
+            tier, why, us = _agreed(case_text, call + rows_text(rows), place, group, x.device, attempt)
     chosen = None if tier == "reference" else (place.communicator, tier)
     if case in _listed or len(_listed) < MOST:
         _listed[case] = Choice(operation, *size, dtype, group.size, tier, why, us)

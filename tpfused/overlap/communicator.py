@@ -31,7 +31,7 @@ FIRST_SLOT = 2**20  # bytes of each of the peers' buffers at first
 TYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 TF32 = 3
 Shape = tuple[int, int | None, int | None]  # rows, input and output features of all ranks; None: a rank does not know
-Layout = tuple[int, int, int]  # tokens, rows of each one after the other, times that all tokens come
+Rows = tuple[int, int, int]  # tokens, rows of each one after the other, times that all tokens come: csrc/group.h's
 NCCL_PROCESSORS = 32  # that NCCL may take from the matmuls beside it, at most: of a small card fewer
 MOST_RANKS = 64
 MAKING = "a group's first overlapped operation"
@@ -297,7 +297,7 @@ def meet_for(operation: str, process_group: dist.ProcessGroup) -> None:
 
 
 def check_agreement(
-    group: TPGroup, operation: str, shape: Shape, dtype: torch.dtype, tier: str, layout: Layout | None = None
+    group: TPGroup, operation: str, shape: Shape, dtype: torch.dtype, tier: str, rows: Rows | None = None
 ) -> None:
     """A collective, for when ranks may not mean the same call.
 
@@ -306,22 +306,22 @@ def check_agreement(
             lie, the dtype, or the tier that is asked for.
     """
     calls = by_rank(
-        (operation, shape, layout_text(layout), str(dtype), tier), group.process_group, "an overlapped operation"
+        (operation, shape, rows_text(rows), str(dtype), tier), group.process_group, "an overlapped operation"
     )
     if len(set(calls.values())) > 1:
         told = "; ".join(
-            f"rank {rank}: {name}, {size_text(rows)} rows{lie}, {size_text(k)} -> {size_text(n)} features, {kind}, "
+            f"rank {rank}: {name}, {size_text(m)} rows{lie}, {size_text(k)} -> {size_text(n)} features, {kind}, "
             f"tier {by}"
-            for rank, (name, (rows, k, n), lie, kind, by) in calls.items()
+            for rank, (name, (m, k, n), lie, kind, by) in calls.items()
         )
         raise ValueError(f"the ranks of a group make different calls: {told}")
 
 
-def layout_text(layout: Layout | None) -> str:
-    """Says nothing where each row is a token."""
-    if layout is None or layout[1:] == (1, 1):
+def rows_text(rows: Rows | None) -> str:
+    """How they lie; nothing where each is a token."""
+    if rows is None or rows[1:] == (1, 1):
         return ""
-    tokens, each, batch = layout
+    tokens, each, batch = rows
     return f" ({batch} x {tokens} tokens of {each})"
 
 
