@@ -16,7 +16,9 @@ from tests.distributed import Workers, connected
 from tpfused.explanation import Choice, Explanation, explain
 from tpfused.group import TPGroup, resolve_group, with_replicas
 from tpfused.overlap import choice, communicator, measure, saved
+from tpfused.overlap.all_gather_matmul import _OPERATION
 from tpfused.overlap.choice import bucket, choose
+from tpfused.overlap.plans import plan_of
 from tpfused.overlap.tiers import tier
 
 SHAPE = 1000, 64, 32
@@ -117,6 +119,33 @@ def test_the_slowest_rank_counts(workers, tmp_path):
     (place,) = saved_in(tmp_path)
     assert place.startswith("4 x Fake GPU (PCI 0:1b:00), hosts: 1, tiers: p2p nccl, tpfused ")
     assert len(saved_in(tmp_path)[place]) == 7 and "op bfloat16 1024 64 ?" in saved_in(tmp_path)[place]
+
+
+def check_batches(ctx, folder):
+    """Of as many rows, many batches of few tokens are another case than one of many."""
+    tp, operation, us = resolve_group(ctx.group(ctx.world)), _OPERATION, []
+
+    def attempt(chosen, plan, *_):
+        us.append({"p2p": 50.0, "nccl": 10.0 + plan.batch, "reference": 300.0}[chosen[1] if chosen else "reference"])
+
+    def lap(run, calls, device):
+        run()
+        return us[-1] * 1e-6
+
+    with fakes(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(measure, "_lap", lap)
+        patch.setattr(operation, "attempt", attempt)
+        for batch, expected in ((1, "nccl"), (2, "nccl"), (512, "p2p"), (1, "nccl"), (500, "p2p"), (3, "nccl")):
+            plan, x = plan_of(tp, None, 1024 // batch, 1, batch, 64, 32), torch.zeros(1, dtype=torch.bfloat16)
+            assert operation.choose(plan, 1, False, x, [], [])[1] == expected, batch
+        names = [row.operation for row in explain()]
+        assert names == ["all_gather_matmul" + lie for lie in ("", " in 2 batches", " in 512 batches", " in 4 batches")]
+
+
+def test_the_number_of_batches_counts(workers, tmp_path):
+    workers.run(check_batches, tmp_path)
+    ((_, cases),) = saved_in(tmp_path).items()
+    assert "all_gather_matmul in 512 batches bfloat16 1024 64 32" in cases and len(cases) == 4
 
 
 def saved_in(folder):

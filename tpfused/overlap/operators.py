@@ -21,7 +21,7 @@ from tpfused.kernels.launch import autocast_to
 from tpfused.kernels.linear_act import accumulate_wgrad
 from tpfused.kernels.matmul import product
 from tpfused.main_grad import check_main_grad, into_main_grad
-from tpfused.overlap.choice import Chosen, choose
+from tpfused.overlap.choice import Chosen, bucket, choose
 from tpfused.overlap.plans import Call, Operands, Plan, plan_of, to_rows
 from tpfused.overlap.tiers import deterministic, exact
 
@@ -159,6 +159,8 @@ class Operation:
 
         # Ranks that save other rows make other exchanges backward: they must not take each other's for their own.
         name = f"{self.name} saving all rows" if plan.saves_gathered else self.name
+        if plan.batch > 1:  # of few tokens each, many of them take tiers very different times
+            name += f" in {bucket(plan.batch)} batches"
         return choose(name, plan.tp, x, plan.shape, attempt, (plan.tokens, plan.each, plan.batch))
 
 
