@@ -15,6 +15,18 @@ namespace {
 constexpr size_t most_awaited = 1024;  // counts of a slot and peer that a time-out can tell of
 constexpr int left_to_others = 4;      // multiprocessors beside the waiting kernels of two groups, at least
 
+// What this thread calls in its life is in no capture, and disturbs none.
+class RelaxedCapture {
+ public:
+  RelaxedCapture() { check(cudaThreadExchangeStreamCaptureMode(&mode_), "cudaThreadExchangeStreamCaptureMode"); }
+  ~RelaxedCapture() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  RelaxedCapture(const RelaxedCapture&) = delete;
+  RelaxedCapture& operator=(const RelaxedCapture&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // What a rank tells its peers of its memory.
 struct Handle {
   cudaIpcMemHandle_t memory;
@@ -142,6 +154,7 @@ void Group::connect_nccl(const ncclUniqueId& id, int processors) {
   DeviceGuard guard(device);
   int of_card = 0;
   check(cudaDeviceGetAttribute(&of_card, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  abort_nccl();                                         // what was made before another rank failed to
   processors = std::clamp(of_card / 4, 1, processors);  // a small card's matmuls keep most of it, too
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
   config.minCTAs = 1;
@@ -228,15 +241,13 @@ void Group::count_on_device() {
   for (int slot = 0; slot < PeerMemory::slots; ++slot) {
     counts[slot] = (uses_ + PeerMemory::slots - 1 - slot) / PeerMemory::slots;
   }
-  auto mode = cudaStreamCaptureModeRelaxed;  // this is not to be captured
-  check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
+  RelaxedCapture not_captured;
   if (!emptied_.uses.empty()) tell_emptied_apart();  // perhaps no operation comes any more but the graph's
   cudaStream_t stream;
   check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
   check(cudaMemcpyAsync(peers->counter(0), counts, sizeof counts, cudaMemcpyHostToDevice, stream), "cudaMemcpyAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
   cudaStreamDestroy(stream);
-  check(cudaThreadExchangeStreamCaptureMode(&mode), "cudaThreadExchangeStreamCaptureMode");
   peers->by_device = true;
 }
 
@@ -260,7 +271,8 @@ void Group::disconnect() {
   emptied_ = {};
 }
 
-Group::Use Group::next_use() {
+Group::Use Group::next_use(size_t bytes) {
+  if (bytes > peers->slot_bytes()) throw std::runtime_error("the memory that peers write is too small");
   uint32_t use = uses_++;
   int slot = static_cast<int>(use % PeerMemory::slots);
   in_use_.push_back({slot, use / PeerMemory::slots + 1});

@@ -62,6 +62,7 @@ class PeerMemory {
   void connect(const std::vector<std::string>& handles);  // one of each rank
   void disconnect();                                      // before any peer frees its memory
 
+  size_t slot_bytes() const { return slot_bytes_; }
   char* slot(int rank, int slot) const { return base_[rank] + slots_at() + slot * slot_bytes_; }
   // On `rank`: what `from` has pushed, and (written by that rank) what it has emptied of its own.
   uint32_t* arrived(int rank, int slot, int from) const { return word(rank, 2 * slot * most_ranks + from); }
@@ -161,7 +162,8 @@ class Group {
     uint32_t number;
     const uint32_t* on_device = nullptr;
   };
-  Use next_use();  // of an operation that has begun, until its end: whatever is enqueued from now on may use it
+  // Of an operation that has begun, until its end: whatever is enqueued from now on may use so many bytes of it.
+  Use next_use(size_t bytes);
   // On `transfers`: wait until every rank, this one too, has emptied the slot of its last use.
   void wait_until_emptied(Use use);
   // All that a peer is to get, or the first `blocks` of what comes in up to `whole` pieces.

@@ -56,7 +56,7 @@ void by_copies(const Columns& c, Tiles& tiles, Workspace& workspace, cudaStream_
   const bool in_place = !group.deterministic;
   const int64_t leading = in_place ? c.all : c.o.features.count(0);
   char* staged = in_place ? nullptr : workspace.take(c.bytes(c.o.m * leading));
-  auto use = group.next_use();
+  auto use = group.next_use(c.bytes(c.o.m * c.all));
   auto arrivals = tiles.stream(Tiles::beside);
   group.wait_until_emptied(use);
   for (int block = 0; block < blocks.count; ++block) {

@@ -38,8 +38,8 @@ class CopiedSum {
         tiles_(tiles),
         blocks_(o.m, o.n, group.deterministic),
         stream_(stream),
-        parts_(group.next_use()),
-        sums_(group.next_use()),
+        parts_(group.next_use(place(group.rank, group.size, 0))),
+        sums_(group.next_use(tiles.bytes(o.m * o.n))),
         staged_(workspace.take(tiles.bytes(o.m * o.n))) {
     group.wait_until_emptied(parts_);
   }

@@ -46,8 +46,8 @@ class NcclCalls {
 template <typename Interface>
 class ByCopies : public Interface {
  public:
-  ByCopies(Group& group, Rows rows, int64_t row_bytes)
-      : group_(group), rows_(rows), row_bytes_(row_bytes), use_(group.next_use()) {}
+  ByCopies(Group& group, Rows rows, int64_t row_bytes, int64_t all_rows)
+      : group_(group), rows_(rows), row_bytes_(row_bytes), use_(group.next_use(all_rows * row_bytes)) {}
 
   int processors() const override { return 0; }
 
@@ -88,7 +88,8 @@ class ByNccl : public Interface {
 
 class CopyGather : public ByCopies<Gather> {
  public:
-  CopyGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole) : ByCopies(group, rows, row_bytes) {
+  CopyGather(Group& group, Rows rows, int64_t row_bytes, const void* x, bool whole)
+      : ByCopies(group, rows, row_bytes, rows.total()) {
     const int rank = group.rank, size = group.size;
     group.wait_until_emptied(use_);
     for (int step = 1; step < size; ++step) {
@@ -116,7 +117,8 @@ class CopyGather : public ByCopies<Gather> {
 
 class CopyScatter : public ByCopies<Scatter> {
  public:
-  CopyScatter(Group& group, Rows rows, int64_t row_bytes) : ByCopies(group, rows, row_bytes) {
+  CopyScatter(Group& group, Rows rows, int64_t row_bytes)
+      : ByCopies(group, rows, row_bytes, group.size * rows.count(group.rank)) {
     group.wait_until_emptied(use_);
   }
 

@@ -1,6 +1,6 @@
 """A stand-in for the compiled extension, for tests without a GPU: the same calls on addresses, by torch and gloo.
 
-What layout at the addresses is computed in float32. That strides and sizes are plausible is checked.
+What lies at the addresses is computed in float32. That strides and sizes are plausible is checked.
 """
 
 import ctypes
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpfused.collectives import all_gather, all_reduce, reduce_scatter
 from tpfused.group import TPGroup
-from tpfused.overlap import calls, choice, measure, saved
+from tpfused.overlap import calls, choice, communicator, measure, saved
 from tpfused.overlap.communicator import TF32, TYPES
 from tpfused.reference import activate, normalize
 from tpfused.sharding import shard_range
@@ -159,7 +159,8 @@ class Call:
 
 
 class Communicator:
-    tiers, handle, has_peers = ("p2p", "nccl"), 1, True
+    tiers, handle, has_peers, rehearses = ("p2p", "nccl"), 1, True, False
+    rehearsal = communicator.Communicator.rehearsal
 
     def __init__(self, tp: TPGroup):
         self.module, self.rank, self.size, self.workspaces = Module(tp), tp.rank, tp.size, {}
@@ -184,10 +185,8 @@ def stand_in() -> Iterator[None]:
     made = {}
 
     def place_of(group, device, capturing, operation):
-        communicator = made.setdefault(group.process_group, Communicator(group))
-        place = choice._places[group.process_group, device] = choice._Place(
-            communicator, Communicator.tiers, "stand-in"
-        )
+        mine = made.setdefault(group.process_group, Communicator(group))
+        place = choice._places[group.process_group, device] = choice._Place(mine, Communicator.tiers, "stand-in")
         return place
 
     def lap(run: partial, calls: int, device: torch.device) -> float:

@@ -13,10 +13,11 @@ import torch
 import torch.distributed as dist
 
 from tests.distributed import Workers, connected
+from tests.overlap.extension import stand_in
 from tpfused.explanation import Choice, Explanation, explain
 from tpfused.group import TPGroup, resolve_group, with_replicas
-from tpfused.overlap import choice, communicator, measure, saved
-from tpfused.overlap.all_gather_matmul import _OPERATION
+from tpfused.overlap import calls, choice, communicator, measure, saved
+from tpfused.overlap.all_gather_matmul import _OPERATION, all_gather_matmul
 from tpfused.overlap.choice import bucket, choose
 from tpfused.overlap.plans import plan_of
 from tpfused.overlap.tiers import tier
@@ -27,6 +28,9 @@ LAPS = 1 + measure.ROUNDS  # of each candidate
 
 
 class FakeCommunicator:
+    rehearses, why_no_peers = False, ""
+    rehearsal = communicator.Communicator.rehearsal
+
     def __init__(self, *tiers):
         self.tiers = tiers
         self.module = SimpleNamespace(build_info=lambda: {"sources": "1234", "nccl_loaded": 22809})
@@ -46,7 +50,8 @@ class Attempts:
 
     def __call__(self, chosen):
         name = "reference" if chosen is None else chosen[1]
-        self.ran.append(name)
+        if chosen is None or not chosen[0].rehearses:
+            self.ran.append(name)
         assert not torch.is_grad_enabled()
         if isinstance(self.us[name], Exception):
             raise self.us[name]
@@ -184,12 +189,12 @@ def check_failures(ctx, folder):
 
     with fakes(folder):
         assert tier_of(ctx, Attempts(**fails("p2p", 2))) == "nccl"
-        assert explain()[0].why == "measured; p2p failed on rank 2: no p2p"
+        assert explain()[0].why == "measured; p2p failed on rank 2: RuntimeError: no p2p"
         assert set(explain()[0].us) == {"nccl", "reference"}
         assert tier_of(ctx, Attempts(**fails("p2p", 0), **fails("nccl", 3)), operation="two") == "reference"
         assert tier_of(ctx, Attempts(**fails("reference", 1), nccl=50.0), operation="three") == "nccl"
         attempts = Attempts(*3 * [RuntimeError("nothing works")])
-        assert tier_of(ctx, attempts, operation="four") == "reference" and len(attempts.ran) == 3
+        assert tier_of(ctx, attempts, operation="four") == "reference" and attempts.ran == ["reference"]
         assert tier_of(ctx, Attempts(), operation="five") == "p2p"
         with pytest.raises(ValueError, match="different sizes: op bfloat16 1000 64 9, op bfloat16 1000 64 1, "):
             tier_of(ctx, Attempts(), (1000, 64, ctx.rank or 9))
@@ -201,6 +206,31 @@ def test_what_fails_on_one_rank_is_used_on_none(workers, tmp_path):
     workers.run(check_failures, tmp_path)
     ((_, cases),) = saved_in(tmp_path).items()
     assert list(cases) == ["five bfloat16 1024 64 32"]  # with more memory, say, the others may work
+
+
+def check_want_of_memory(ctx):
+    """One rank alone lacks it for one tier, which exchanges rows: the others do not wait for it there."""
+    tp, run = resolve_group(ctx.group(ctx.world)), calls._run
+
+    def run_without_memory(link, *arguments):
+        if link[1] == "p2p":
+            raise torch.OutOfMemoryError("no room")
+        return run(link, *arguments)
+
+    torch.manual_seed(ctx.rank)
+    x, weight = torch.randn(3, 8), torch.randn(5, 8)
+    with tier("reference"):
+        expected = all_gather_matmul(x, weight, group=tp.process_group)
+    with stand_in(), pytest.MonkeyPatch.context() as patch:
+        if ctx.rank == 2:
+            patch.setattr(calls, "_run", run_without_memory)
+        torch.testing.assert_close(all_gather_matmul(x, weight, group=tp.process_group), expected)
+        (row,) = explain()
+        assert (row.tier, row.why) == ("nccl", "measured; p2p failed on rank 2: OutOfMemoryError: no room")
+
+
+def test_a_rank_that_lacks_memory_for_a_tier_keeps_no_other_waiting(workers):
+    workers.run(check_want_of_memory)
 
 
 def test_why_what_is_slower_was_taken():
@@ -284,6 +314,13 @@ def check_places(ctx, folder):
     assert not attempts.ran
     with fakes(folder, FakeCommunicator("nccl") if ctx.rank == 3 else None):
         assert tier_of(ctx, attempts) == "nccl" and set(attempts.ran) == {"nccl", "reference"}
+    made = FakeCommunicator("nccl")
+    made.why_no_peers = "they do not reach each other's memory"
+    with fakes(folder, made):
+        assert tier_of(ctx, attempts, operation="far") == "nccl"
+        assert explain()[0].why == "measured; not by copy engines, for they do not reach each other's memory"
+        with tier("p2p"), pytest.raises(ValueError, match="'p2p' is not to be had .*do not reach each other's memory"):
+            tier_of(ctx, attempts)
 
 
 def test_a_tier_is_used_where_all_ranks_have_it(workers, tmp_path):

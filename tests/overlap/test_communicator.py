@@ -175,7 +175,8 @@ def test_a_store_that_does_not_answer(monkeypatch):
 
 
 def test_why_a_call_of_the_extension_fails():
-    made = SimpleNamespace(handle=7, module=SimpleNamespace(op=fails(RuntimeError("no room"))), check_alive=Mock())
+    module = SimpleNamespace(op=fails(RuntimeError("no room")))
+    made = SimpleNamespace(handle=7, module=module, check_alive=Mock(), rehearses=False)
     with pytest.raises(RuntimeError, match="^no room"):
         calls._call(made, "op", 1, 2)
     made.module.op.assert_called_once_with(7, 1, 2)

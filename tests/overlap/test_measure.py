@@ -34,7 +34,7 @@ def test_measuring_takes_turns(monkeypatch):
 
     monkeypatch.setattr(measure, "_lap", lap)
     monkeypatch.setattr(measure, "by_rank", lambda value, process_group, call: {0: value})
-    us, failures = measure.measure({"p2p": "p2p", "reference": "reference"}, torch.device("cpu"), None)
+    us, failures = measure.measure({"p2p": "p2p", "reference": "reference"}, {}, torch.device("cpu"), None)
     assert us == {"p2p": 500.0, "reference": 100.0} and not failures  # the first lap does not count
     turns = [("p2p", 50), ("reference", 50)]
     assert order == [("p2p", 2), ("reference", 2)] + (turns[::-1] + turns) * (measure.ROUNDS // 2)

@@ -1,5 +1,7 @@
 """Overlapped operations beside what else uses the GPUs: FSDP2, DDP, collectives of torch's own; where peers can't be
 reached; and process groups that come and go.
+
+A CPU has the plain path alone: there it is these tests that are tried.
 """
 
 import random

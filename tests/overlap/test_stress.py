@@ -1,4 +1,7 @@
-"""Thousands of operations in a row: of all kinds, sizes and tiers, on two groups and two streams, by late ranks."""
+"""Thousands of operations in a row: of all kinds, sizes and tiers, on two groups and two streams, by late ranks.
+
+A CPU has the plain path alone: there it is these tests that are tried.
+"""
 
 import random
 from contextlib import nullcontext

@@ -19,7 +19,7 @@ MOST_NORMALIZED = 32 * 2**10  # bytes of a row, in multiples of 16: `AddNorm` of
 MOST_GATHERED, MOST_FEATURES_GATHERED = 2 * 2**20, 8 * 2**20
 # Bytes of a sum, for which there is room beside any slot: `one_shot_bytes` of csrc/small_sums.cu.
 MOST_REDUCED = 256 * 2**10
-MOST_MESSAGES = 8  # batches of rows that NCCL gathers one by one, at most: `most_messages` of csrc/transfers.h
+MOST_MESSAGES = 11  # batches of rows that NCCL gathers one by one, at most: `most_messages` of csrc/transfers.h
 RELU, GELU_TANH = 1, 2  # what a matmul's epilogue can do
 KEPT_WORKSPACE = 80 * 2**20  # bytes; to allocate more takes no time beside the matmuls that need it
 MOST_STREAMS = 4  # for which a group keeps a workspace: it is used in one stream's order
@@ -215,11 +215,12 @@ def _run(
     this rank's own. `n`: output features, all ranks' where they are gathered."""
     (communicator, tier), x = link, _aligned(x)
     dtype, itemsize = x.dtype, x.element_size()
-    if tier == "nccl":
-        communicator.connect_nccl(operation)
-    else:
-        communicator.reserve(slot * itemsize, operation)
-    communicator.set_deterministic(exact[-1])
+    if not communicator.rehearses:
+        if tier == "nccl":
+            communicator.connect_nccl(operation)
+        else:
+            communicator.reserve(slot * itemsize, operation)
+        communicator.set_deterministic(exact[-1])
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     kind = TF32 if in_tf32(dtype) else TYPES[dtype]
     size = WORKSPACE[kind] + staged * itemsize + 4096
@@ -231,6 +232,8 @@ def _run(
 
 
 def _call(communicator: Communicator, function: str, *arguments) -> None:
+    if communicator.rehearses:
+        return
     try:
         getattr(communicator.module, function)(communicator.handle, *arguments)
     except RuntimeError:
@@ -247,7 +250,7 @@ def _workspace(kept: dict[int, Tensor], x: Tensor, stream: int, size: int, stays
     if workspace is None or workspace.numel() < size:
         kept.pop(stream, None)
         if len(kept) >= MOST_STREAMS:
-            del kept[next(iter(kept))]
+            kept.pop(next(iter(kept)), None)  # other threads do this, too
         workspace = torch.empty(min(rounded_up(size), KEPT_WORKSPACE), dtype=torch.uint8, device=x.device)
         kept[stream] = workspace
     return workspace

@@ -50,7 +50,8 @@ MOST = 4096  # shapes that are known, cases that are listed, and of one group ca
 
 @dataclass(frozen=True)
 class _Place:
-    """What a group has on its GPUs: its communicator and tiers, or why it has none. The same on all ranks."""
+    """What a group has on its GPUs: its communicator and tiers, and why it has none, or not all. The same on all
+    ranks."""
 
     communicator: Communicator | None = None
     tiers: tuple[str, ...] = ()
@@ -152,6 +153,8 @@ def _look_closer(
         if is_measured:
             case_text, call = (f"{operation} {dtype} {' '.join(map(size_text, sizes))}" for sizes in (size, shape))
             tier, why, us = _agreed(case_text, call + rows_text(rows), place, group, x.device, attempt)
+            if place.why_none:
+                why += f"; not by copy engines, for {place.why_none}"
     chosen = None if tier == "reference" else (place.communicator, tier)
     if case in _listed or len(_listed) < MOST:
         _listed[case] = Choice(operation, *size, dtype, group.size, tier, why, us)
@@ -230,13 +233,19 @@ def _agreed(
     if us and set(us) == {*place.tiers, "reference"}:
         return *_taken(us, "measured before, kept on disk"), us
     candidates = {tier: partial(attempt, (place.communicator, tier)) for tier in place.tiers}
-    candidates["reference"] = partial(attempt, None)
-    us, failures = measure(candidates, device, group.process_group)
+    rehearsals = {tier: partial(_rehearse, place.communicator, run) for tier, run in candidates.items()}
+    candidates["reference"] = partial(attempt, None)  # which needs no more memory than they do
+    us, failures = measure(candidates, rehearsals, device, group.process_group)
     # What was given up is no slower tier.
     together(place.communicator.check_alive, [group.process_group], CHOOSING)
     if is_first and not failures:  # a failure may have been for want of memory, which another process has
         saved.save(place.name, case, us)
     return *_taken(us, "measured", *(f"{tier} failed on {what}" for tier, what in failures.items())), us
+
+
+def _rehearse(communicator: Communicator, run: Callable[[], object]) -> None:
+    with communicator.rehearsal():
+        run()
 
 
 def _taken(us: saved.Times, *why: str) -> tuple[str, str]:
@@ -281,7 +290,7 @@ def _look_around(group: TPGroup, device: torch.device) -> _Place:
         f"{all_cards} (PCI {all_slots}), hosts: {len(set(hosts))}, tiers: {' '.join(tiers)}, "
         f"tpfused {tpfused.__version__} {built['sources']}, torch {torch.__version__}, NCCL {built['nccl_loaded']}"
     )
-    return _Place(communicator, tiers, name)
+    return _Place(communicator, tiers, name, communicator.why_no_peers)
 
 
 def _forget_destroyed_groups() -> None:

@@ -46,6 +46,8 @@ class Communicator:
 
     Attributes:
         tiers: the ways that rows can travel here, the fastest first: "p2p" where peers reach each other's memory.
+        why_no_peers: or why they do not; the same on all ranks.
+        rehearses: operations allocate all that they need, and do nothing; see `rehearsal`.
         members: the ranks' processes, by their hosts and numbers.
         workspaces: of operations on each of the caller's streams. A group's own: threads may use two groups on one
             stream, and each group has streams of its own beside, which the caller's does not order.
@@ -67,13 +69,17 @@ class Communicator:
         self._failure: str | None = None
         self._one_asks = Lock()
         self.set_timeout(_timeout)
-        self.tiers = ("nccl",)
+        self.rehearses = False
+        self.tiers, self.why_no_peers = ("nccl",), ""
         if not self._on_one_host():
-            self._warn_of_nccl("they are on several hosts")
+            self.why_no_peers = "they are on several hosts"
         elif self._grow(FIRST_SLOT, MAKING):
             self.tiers = ("p2p", "nccl")
         else:
-            self._warn_of_nccl("they do not reach each other's memory")
+            self.why_no_peers = "they do not reach each other's memory"
+        if self.why_no_peers and self.rank == 0:
+            told = f"tpfused: the rows of {self.size} ranks travel by NCCL, for {self.why_no_peers}"
+            warnings.warn(told, stacklevel=2)
 
     def connect_nccl(self, operation: str) -> None:
         """An NCCL communicator for the NCCL tier, made once. All ranks together, in that operation.
@@ -149,6 +155,15 @@ class Communicator:
                 mib = f"{slot_bytes / 2**20:.0f} MiB"
                 raise RuntimeError(f"a rank could not get {mib} of memory for its peers to write")
 
+    @contextmanager
+    def rehearsal(self) -> Iterator[None]:
+        """An operation in it fails for want of memory, as it would: but before any other rank waits for this one."""
+        self.rehearses = True
+        try:
+            yield
+        finally:
+            self.rehearses = False
+
     @property
     def has_peers(self) -> bool:
         """Whether all ranks have memory that their peers write; the same on each."""
@@ -180,10 +195,6 @@ class Communicator:
             meet_for(operation, self.process_group)
             yield
 
-    def _warn_of_nccl(self, reason: str) -> None:
-        if self.rank == 0:
-            warnings.warn(f"tpfused: the rows of {self.size} ranks travel by NCCL, for {reason}", stacklevel=2)
-
     def _on_one_host(self) -> bool:
         boots = {boot for boot, *_ in self.members}
         return boots != {None} and len(boots) == 1
@@ -191,11 +202,13 @@ class Communicator:
     def _grow(self, slot_bytes: int, call: str) -> bool:
         """Whether all ranks got new memory and reached that of all others."""
         self._slot_bytes = 0
-        torch.cuda.synchronize(self.device)
+        _, failure = attempt(torch.cuda.synchronize, self.device)
         exchange(None, self.process_group, call)  # nobody writes to the old memory any more
-        self.module.group_disconnect(self.handle)
+        _, left = attempt(self.module.group_disconnect, self.handle)
         exchange(None, self.process_group, call)  # and nobody has it open
-        mine, failure = attempt(self._allocate, slot_bytes)
+        failure, mine = failure or left, None
+        if failure is None:
+            mine, failure = attempt(self._allocate, slot_bytes)
         handles = exchange(mine, self.process_group, call)
         if None not in handles:
             _, failure = attempt(self.module.group_connect, self.handle, handles)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 import torch.distributed as dist
 
-from tpfused.agreement import by_rank
+from tpfused.agreement import attempt, by_rank
 
 ROUNDS = 8  # in each of which all candidates take their turn, so that a busy moment hits them alike
 LAP = 5e-3  # seconds that a candidate's turn takes at least, unless that is more than so many calls:
@@ -24,23 +24,37 @@ NEAR = 0.03
 
 @torch.no_grad()
 def measure(
-    candidates: dict[str, Callable[[], object]], device: torch.device, process_group: dist.ProcessGroup
+    candidates: dict[str, Callable[[], object]],
+    rehearsals: dict[str, Callable[[], object]],
+    device: torch.device,
+    process_group: dist.ProcessGroup,
 ) -> tuple[dict[str, float], dict[str, str]]:
     """Time all `candidates`, which run on the current stream. All ranks call this together, and get the same.
+
+    Args:
+        rehearsals: of some of them, first: what they raise on one rank alone keeps no other one waiting.
 
     Returns:
         Microseconds a call, the median over the rounds, each that of the slowest rank; and what the candidates raised
         that failed on any rank.
     """
     laps, failures, calls = {name: [] for name in candidates}, {}, 2
+
+    def runs(name: str, told: dict[int, object]) -> bool:
+        """Whether it does on all ranks, whose laps these are, or what they raised."""
+        failed = [f"rank {rank}: {lap}" for rank, lap in told.items() if isinstance(lap, str)]
+        if failed:
+            failures[name] = failed[0]
+            del laps[name]
+        return not failed
+
+    for name, rehearse in rehearsals.items():
+        _, failure = attempt(rehearse)
+        runs(name, by_rank(failure and _text(failure), process_group, "a measurement"))
     for turn in range(1 + ROUNDS):  # the first warms up
         for name in list(laps)[:: -1 if turn % 2 else 1]:  # clocks fall while they are measured: none is always first
             told = by_rank(_lap(candidates[name], calls, device), process_group, "a measurement")
-            failed = [f"rank {rank}: {lap}" for rank, lap in told.items() if isinstance(lap, str)]
-            if failed:
-                failures[name] = failed[0]
-                del laps[name]
-            else:
+            if runs(name, told):
                 laps[name].append(max(told.values()))
         if turn == 0:
             shortest = min((first for (first,) in laps.values()), default=LAP)
@@ -74,5 +88,9 @@ def _lap(run: Callable[[], object], calls: int, device: torch.device) -> float |
         end.synchronize()
         return start.elapsed_time(end) * 1e-3 / calls
     except Exception as error:  # whatever it is: the operation has other ways
-        message, *_ = str(error).splitlines() or [""]
-        return f"{type(error).__name__}: {message}"
+        return _text(error)
+
+
+def _text(error: Exception) -> str:
+    message, *_ = str(error).splitlines() or [""]
+    return f"{type(error).__name__}: {message}"
