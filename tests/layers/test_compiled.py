@@ -86,21 +86,27 @@ def check_no_tokens(ctx, tp, seed):
 
 
 def check_options(ctx, tp, seed):
-    """With recomputation, and with main_grads."""
+    """With recomputation, of several lengths, for all ranks must recompute the same; and with main_grads."""
     block = Block(ctx, tp, "group", seed)
     with forced(ctx, tp, "p2p"):
-        for options in ({"checkpoint_activations": True}, {"accumulate_main_grad": True}):
-            model, ids = make_model(block, replace(SEQUENCE, **options)), draw_ids(block, SEQUENCE, 6)
+        for options in (
+            {"checkpoint_activations": True, "num_layers": 2},
+            {"checkpoint_activations": True, "num_layers": 2, "save_gathered": True},
+            {"accumulate_main_grad": True},
+        ):
+            model = make_model(block, replace(SEQUENCE, **options))
             weights = {key: p for key, p in model.named_parameters() if key.endswith("weight") and "norm" not in key}
-            found = []
-            for function in (model.loss, compiled(model.loss, "aot_eager")):
-                model.zero_grad()
-                for weight in weights.values():
-                    weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
-                function(ids, ids.roll(1, 1)).backward()
-                grads = {f"{key} main": weight.main_grad.clone() for key, weight in weights.items()}
-                found.append(gradients(model) | grads)
-            assert_near(*reversed(found), str(options))
+            functions = model.loss, compiled(model.loss, "aot_eager")
+            for tokens in (6, 8, 5):
+                ids, found = draw_ids(block, SEQUENCE, tokens), []
+                for function in functions:
+                    model.zero_grad()
+                    for weight in weights.values():
+                        weight.main_grad = torch.zeros_like(weight, dtype=torch.float32)
+                    function(ids, ids.roll(1, 1)).backward()
+                    grads = {f"{key} main": weight.main_grad.clone() for key, weight in weights.items()}
+                    found.append(gradients(model) | grads)
+                assert_near(*reversed(found), f"{options}, {tokens} tokens")
 
 
 def check_dropout(ctx, tp, seed, options, backend):

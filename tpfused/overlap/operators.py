@@ -138,8 +138,8 @@ class Operation:
             results = self._operator(
                 to_rows(x), list(weights), [bias for bias in biases if bias is not None], plan.activation,
                 [
-                    plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, int(plan.saves_gathered),
-                    int(exact[-1]),
+                    plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, plan.own, plan.total,
+                    int(plan.saves_gathered), int(exact[-1]),
                 ],
                 training, plan.tp.process_group.group_name,
             )[: len(weights)]  # fmt: skip
@@ -211,8 +211,10 @@ def _given(residual: Tensor | None) -> tuple[Tensor, ...]:
 def _operator_of(operation: Operation) -> Callable:
     """`operation` as ``torch.ops.tpfused.<name>``, and its derivative as ``<name>_backward``.
 
-    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known, whether it `saves_gathered`, and
-    whether all is `deterministic`; `group` is a process group's name.
+    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known, own and total, whether it
+    `saves_gathered`, and whether all is `deterministic`; `group` is a process group's name. The rows of results are
+    among them because a compiled backward pass would ask a result for what it can't find elsewhere, and recompute it
+    for that: on those ranks alone whose share is such an expression, whom the others would not follow.
     """
 
     def forward(
@@ -293,7 +295,7 @@ def _operator_of(operation: Operation) -> Callable:
 
 
 def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
-    tokens, each, batch, inputs, outputs, saves_gathered, _ = sizes
+    tokens, each, batch, inputs, outputs, own, total, saves_gathered, _ = sizes
     tp = resolve_group(dist.distributed_c10d._resolve_process_group(group))
     plan = plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)
-    return plan._replace(saves_gathered=bool(saves_gathered), compiled=True)
+    return plan._replace(own=own, total=total, saves_gathered=bool(saves_gathered), compiled=True)
