@@ -239,7 +239,7 @@ class _CopyToReplicas(torch.autograd.Function):
         # Every shard has a slot, so that one all-reduce of the whole group sums each shard over its own replicas.
         slots = grad.new_zeros(ctx.group.size, *grad.shape)
         slots[ctx.group.rank] = grad
-        return all_reduce(slots, ctx.group)[ctx.group.rank], None
+        return all_reduce(slots, ctx.group)[ctx.group.rank].clone(), None  # else the other slots would stay as well
 
 
 def copy_to_replicas(x: Tensor, group: TPGroup) -> Tensor:

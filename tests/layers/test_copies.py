@@ -69,6 +69,18 @@ def check_pickling(ctx, tp, mode, seed):
                 assert other.blocks[0].mlp is not model.blocks[0].mlp
 
 
+def check_gradients_of_shared_heads(ctx, tp, mode, seed):
+    """They are summed in slots of all shards, of which none but the own one is kept; torch copies a DTensor's too."""
+    block = Block(ctx, tp, mode, seed)
+    layer = ParallelAttention(8, 4, num_kv_heads=2, device=ctx.device, **block.place)
+    layer(block.randn(3, 2, 8, dtype=torch.float32)).sum().backward()
+    grad = local(layer.k.weight.grad)
+    assert grad.untyped_storage().nbytes() == grad.nbytes
+    copied = copy.deepcopy(layer)  # of other parameters, without their gradients
+    if mode == "mesh":
+        assert_near(gradients(copied), gradients(layer), "copied")
+
+
 def check_pickled_elsewhere(ctx, tp):
     """A layer of another group than those that there are, and of the default one, by whatever name."""
     group = resolve_group(None)
@@ -156,6 +168,12 @@ def check_destroyed(ctx, tp):
             assert not made, (name, layer)
     with pytest.raises(RuntimeError, match="was destroyed"):
         ColumnParallelLinear(8, 8, **place)
+
+
+@modes
+@pytest.mark.parametrize("tp", [4], indirect=True)
+def test_gradients_of_shared_heads(workers, tp, mode, seed):
+    workers.run(check_gradients_of_shared_heads, tp, mode, seed)
 
 
 @modes
