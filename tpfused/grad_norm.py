@@ -20,6 +20,7 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    foreach: bool | None = None,
 ) -> Tensor:
     """Scale the gradients in place so that their norm over the whole model is at most `max_norm`.
 
@@ -40,6 +41,7 @@ def clip_grad_norm_(
             or zero-dimensional tensors, too; for one on a GPU the host waits.
         norm_type: p > 0 of the p-norm; ``inf`` for the largest absolute value.
         error_if_nonfinite: raise, changing nothing, when the norm is NaN or infinite.
+        foreach: as torch's function takes it; many gradients at a time are scaled in any case.
 
     Returns:
         The norm before scaling, a 0-dimensional float32 tensor (float64 if some gradient is), the same on

@@ -73,7 +73,7 @@ def check_recomputed_outside(ctx, tp, seed):
 def check_accumulation(ctx, tp, mode, seed):
     """Micro-batches add up to the batch; two backward passes of one graph to twice its gradient."""
     block = Block(ctx, tp, mode, seed)
-    for config in CONFIGS:
+    for config in (*CONFIGS, replace(CONFIGS[0], checkpoint_activations=True)):
         for name in paths(ctx, tp):
             model, ids = make_model(block, config), draw_ids(block, config, 6, batch=4)
             model.loss(ids, ids.roll(1, 1), reduction="sum").backward()

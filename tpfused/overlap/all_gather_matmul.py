@@ -81,8 +81,10 @@ def _lists(weights, biases, out_features, main_grads) -> tuple[Sequence, Sequenc
             values = [None] * len(weights)
         elif not isinstance(values, list | tuple):
             raise TypeError(f"{NAME}: several weights take a list of {what}, not {values!r}")
-        elif len(values) != len(weights) or any(value is None for value in values):
+        elif len(values) != len(weights):
             raise ValueError(f"{NAME}: {len(weights)} weights take as many {what}, or none, not {len(values)}")
+        elif any(value is None for value in values):
+            raise ValueError(f"{NAME}: the {what} of several weights are given for all or, by None alone, for none")
         given.append(tuple(values))
     if main_grads is not None and (not isinstance(main_grads, list | tuple) or len(main_grads) != len(weights)):
         raise TypeError(f"{NAME}: {len(weights)} weights take a list of as many main_grads")

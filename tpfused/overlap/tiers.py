@@ -76,15 +76,19 @@ def deterministic() -> Iterator[None]:
 def recomputed_alike() -> tuple[AbstractContextManager, AbstractContextManager]:
     """For the `context_fn` of ``torch.utils.checkpoint``: recomputation runs by the tier of forward, for another saves
     other tensors, also where that was chosen around forward alone."""
-    return nullcontext(), _again(wanted[-1], exact[-1])
+    return nullcontext(), _Again(wanted[-1], exact[-1])
 
 
-@contextmanager
-def _again(name: str, is_exact: bool) -> Iterator[None]:
-    wanted.append(name)
-    exact.append(is_exact)
-    try:
-        yield
-    finally:
+class _Again:
+    """A context that is entered at every backward pass through the same graph."""
+
+    def __init__(self, name: str, is_exact: bool):
+        self._name, self._is_exact = name, is_exact
+
+    def __enter__(self) -> None:
+        wanted.append(self._name)
+        exact.append(self._is_exact)
+
+    def __exit__(self, *_) -> None:
         wanted.pop()
         exact.pop()
