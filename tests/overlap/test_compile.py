@@ -6,10 +6,12 @@ from torch._subclasses import FakeTensorMode
 
 from tests.compare import Block, results
 from tests.overlap.test_operations import CASES, SHAPE, K, N, draw, forced
+from tpfused.group import resolve_group
 from tpfused.overlap import operators
 from tpfused.overlap.all_gather_matmul import all_gather_matmul
 from tpfused.overlap.matmul_reduce_scatter import matmul_reduce_scatter
-from tpfused.overlap.plans import to_rows
+from tpfused.overlap.operators import sizes_of
+from tpfused.overlap.plans import plan_of, to_rows
 
 
 def tiers_and_dtypes(ctx):
@@ -98,7 +100,8 @@ def check_operators(ctx, tp, seed):
         x, weight, bias = (value.requires_grad_() for value in draw(block, splits, dtype).values())
         dim = options.get("sequence_dim", 0)
         each, batch = (SHAPE[1], 1) if dim == 0 else (1, SHAPE[0])
-        sizes = [SHAPE[dim], each, batch, K, N, int(options.get("save_gathered", False)), 0]
+        plan = plan_of(resolve_group(block.group), None, SHAPE[dim], each, batch, K, N)
+        sizes = sizes_of(plan._replace(saves_gathered=options.get("save_gathered", False)))
         rows = to_rows(x.detach()).requires_grad_()
         operator = getattr(torch.ops.tpfused, operation.__name__).default
         torch.library.opcheck(operator, (rows, [weight], [bias], options.get("activation"), sizes, True, name))

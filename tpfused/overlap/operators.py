@@ -137,11 +137,7 @@ class Operation:
         if not direct:
             results = self._operator(
                 to_rows(x), list(weights), [bias for bias in biases if bias is not None], plan.activation,
-                [
-                    plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, plan.own, plan.total,
-                    int(plan.saves_gathered), int(exact[-1]),
-                ],
-                training, plan.tp.process_group.group_name,
+                sizes_of(plan), training, plan.tp.process_group.group_name,
             )[: len(weights)]  # fmt: skip
         elif training:
             results = self._apply(self, chosen, plan, main_grads, residual, x, *weights, *biases)
@@ -211,10 +207,7 @@ def _given(residual: Tensor | None) -> tuple[Tensor, ...]:
 def _operator_of(operation: Operation) -> Callable:
     """`operation` as ``torch.ops.tpfused.<name>``, and its derivative as ``<name>_backward``.
 
-    Their `sizes` are a plan's tokens, each, batch, inputs and outputs, 0 if not known, own and total, whether it
-    `saves_gathered`, and whether all is `deterministic`; `group` is a process group's name. The rows of results are
-    among them because a compiled backward pass would ask a result for what it can't find elsewhere, and recompute it
-    for that: on those ranks alone whose share is such an expression, whom the others would not follow.
+    Their `sizes` are a plan's (`sizes_of`); `group` is a process group's name.
     """
 
     def forward(
@@ -292,6 +285,20 @@ def _operator_of(operation: Operation) -> Callable:
     operator.register_fake(fake_forward)
     operator.register_autograd(gradients, setup_context=save)
     return operator
+
+
+def sizes_of(plan: Plan) -> list[int]:
+    """A plan as operators take it: sizes, 0 if not known, whether it `saves_gathered`, and whether all is
+    `deterministic`.
+
+    The rows of results are among them because a compiled backward pass would ask a result for what it can't find
+    elsewhere, and recompute it for that: on those ranks alone whose share is such an expression, whom the others would
+    not follow.
+    """
+    return [
+        plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, plan.own, plan.total,
+        int(plan.saves_gathered), int(exact[-1]),
+    ]  # fmt: skip
 
 
 def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
