@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tpfused.collectives import all_gather, all_reduce, reduce_scatter
 from tpfused.group import TPGroup
-from tpfused.overlap import calls, choice, communicator, measure, saved
+from tpfused.overlap import calls, choice, measure, saved
 from tpfused.overlap.communicator import TF32, TYPES
 from tpfused.reference import activate, normalize
 from tpfused.sharding import shard_range
@@ -159,8 +159,7 @@ class Call:
 
 
 class Communicator:
-    tiers, handle, has_peers, rehearses = ("p2p", "nccl"), 1, True, False
-    rehearsal = communicator.Communicator.rehearsal
+    tiers, handle, has_peers = ("p2p", "nccl"), 1, True
 
     def __init__(self, tp: TPGroup):
         self.module, self.rank, self.size, self.workspaces = Module(tp), tp.rank, tp.size, {}

@@ -1,129 +1,29 @@
-"""The measured choice of a tier: agreed by all ranks, kept, explained. On a CPU communicators and clocks are fakes."""
+"""The measured choice of a tier: what is measured, when, and how it is told. Communicators and clocks are fakes."""
 
-import json
 import os
 import subprocess
 import sys
-from contextlib import contextmanager
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.distributed import Workers, connected
-from tests.overlap.extension import stand_in
+from tests.distributed import Workers
+from tests.overlap.choices import LAPS, SHAPE, TIERS, Attempts, FakeCommunicator, fakes, saved_in, tier_of
 from tpfused.explanation import Choice, Explanation, explain
 from tpfused.group import TPGroup, resolve_group, with_replicas
-from tpfused.overlap import calls, choice, communicator, measure, saved
-from tpfused.overlap.all_gather_matmul import _OPERATION, all_gather_matmul
+from tpfused.overlap import calls, choice, measure
+from tpfused.overlap.all_gather_matmul import _OPERATION
 from tpfused.overlap.choice import bucket, choose
 from tpfused.overlap.plans import plan_of
 from tpfused.overlap.tiers import tier
-
-SHAPE = 1000, 64, 32
-TIERS = "p2p", "nccl"
-LAPS = 1 + measure.ROUNDS  # of each candidate
-
-
-class FakeCommunicator:
-    rehearses, why_no_peers = False, ""
-    rehearsal = communicator.Communicator.rehearsal
-
-    def __init__(self, *tiers):
-        self.tiers = tiers
-        self.module = SimpleNamespace(build_info=lambda: {"sources": "1234", "nccl_loaded": 22809})
-        self.given_up = None
-
-    def check_alive(self):
-        if self.given_up:
-            raise RuntimeError(self.given_up)
-
-
-class Attempts:
-    """An operation that takes `us` microseconds by each tier, or raises what is there instead."""
-
-    def __init__(self, p2p=100.0, nccl=200.0, reference=300.0):
-        self.us = {"p2p": p2p, "nccl": nccl, "reference": reference}
-        self.ran = []
-
-    def __call__(self, chosen):
-        name = "reference" if chosen is None else chosen[1]
-        if chosen is None or not chosen[0].rehearses:
-            self.ran.append(name)
-        assert not torch.is_grad_enabled()
-        if isinstance(self.us[name], Exception):
-            raise self.us[name]
-        return self.us[name] * 1e-6
-
-
-def fake_lap(run, calls, device):
-    try:
-        return run()
-    except Exception as error:
-        return str(error)
-
-
-@contextmanager
-def fakes(folder, communicator=None, **replaced):
-    """As on a GPU, in a process that has chosen nothing yet, and that has earlier ones' choices in `folder`."""
-    made = communicator or FakeCommunicator(*TIERS)
-
-    def communicator_of(group, device):
-        if isinstance(made, Exception):
-            raise made
-        return made if made.tiers else None
-
-    with pytest.MonkeyPatch.context() as patch:
-        for table in ("_known", "_measured", "_listed", "_places"):
-            patch.setattr(choice, table, {})
-        patch.setattr(choice, "communicator_of", communicator_of)
-        patch.setattr(choice, "_is_on_gpu", lambda x: True)
-        patch.setattr(choice, "_is_capturing", lambda: False)
-        patch.setattr(choice, "_card", lambda device: ("Fake GPU", "0:1b:00"))
-        patch.setattr(measure, "_lap", fake_lap)
-        patch.setattr(saved, "path", lambda: folder / "choices.json")
-        for name, value in replaced.items():
-            patch.setattr(choice, name, value)
-        yield
-
-
-def tier_of(ctx, attempts, shape=SHAPE, dtype=torch.bfloat16, operation="op"):
-    chosen = choose(operation, resolve_group(ctx.group(ctx.world)), torch.zeros(1, dtype=dtype), shape, attempts)
-    return "reference" if chosen is None else chosen[1]
 
 
 @pytest.fixture(scope="module")
 def workers():
     with Workers("cpu", 4) as pool:
         yield pool
-
-
-def check_agreement(ctx, folder):
-    # Each tier is some rank's favourite; the one whose slowest rank is the fastest is none's but the last's.
-    us = [{"p2p": 90.0, "nccl": 50.0}, {"p2p": 90.0, "nccl": 40.0}, {"p2p": 90.0, "nccl": 1.0}, {"p2p": 99.0}]
-    attempts = Attempts(**us[ctx.rank], reference=120.0 + ctx.rank)
-    with fakes(folder):
-        assert tier_of(ctx, attempts) == "p2p" and len(attempts.ran) == 3 * LAPS
-        (row,) = explain()
-        assert row == Choice("op", 1024, 64, 32, "bfloat16", 4, "p2p", "measured", row.us)
-        assert row.us == {"p2p": 99.0, "nccl": 200.0, "reference": 123.0}
-        for rows in (1000, 1024, 800, 1400):
-            assert tier_of(ctx, attempts, (rows, 64, 32)) == "p2p"
-        assert len(attempts.ran) == 3 * LAPS
-        others = [{"shape": (3000, 64, 32)}, {"shape": (1000, 65, 32)}, {"shape": (1000, 64, 33)}]
-        others += [{"shape": (1000, 64, None)}, {"dtype": torch.float16}, {"operation": "another"}]
-        for count, other in enumerate(others, 2):
-            assert tier_of(ctx, attempts, **other) == "p2p"
-            assert len(attempts.ran) == 3 * LAPS * count and len(explain()) == count
-
-
-def test_the_slowest_rank_counts(workers, tmp_path):
-    workers.run(check_agreement, tmp_path)
-    (place,) = saved_in(tmp_path)
-    assert place.startswith("4 x Fake GPU (PCI 0:1b:00), hosts: 1, tiers: p2p nccl, tpfused ")
-    assert len(saved_in(tmp_path)[place]) == 7 and "op bfloat16 1024 64 ?" in saved_in(tmp_path)[place]
 
 
 def check_batches(ctx, folder):
@@ -153,152 +53,11 @@ def test_the_number_of_batches_counts(workers, tmp_path):
     assert "all_gather_matmul in 512 batches bfloat16 1024 64 32" in cases and len(cases) == 4
 
 
-def saved_in(folder):
-    return json.loads((folder / "choices.json").read_text())
-
-
-def check_the_file_decides(ctx, folders, attempts):
-    with fakes(folders[ctx.rank]):
-        name, (row,) = tier_of(ctx, attempts), explain()
-    return name, row.why, len(attempts.ran)
-
-
-def test_the_first_ranks_file_counts(workers, tmp_path):
-    folders = [tmp_path / str(rank) for rank in range(4)]
-    workers.run(check_the_file_decides, folders, Attempts())
-    assert [folder.exists() for folder in folders] == [True, False, False, False]
-    ((place, cases),) = saved_in(folders[0]).items()
-    (case,) = cases
-    assert case == "op bfloat16 1024 64 32"
-    for folder, times in zip(folders, ({"nccl": 1.0}, {"p2p": 2.0}, {"reference": 3.0}), strict=False):
-        folder.mkdir(exist_ok=True)
-        us = {"p2p": 9.0, "nccl": 9.0, "reference": 9.0} | times
-        (folder / "choices.json").write_text(json.dumps({place: {case: us}}))
-    found = workers.run(check_the_file_decides, folders, Attempts())
-    assert found == [("nccl", "measured before, kept on disk", 0)] * 4
-    (folders[0] / "choices.json").unlink()
-    assert workers.run(check_the_file_decides, folders, Attempts()) == [("p2p", "measured", 3 * LAPS)] * 4
-    del cases[case]["nccl"]  # a kept choice between fewer tiers
-    (folders[0] / "choices.json").write_text(json.dumps({place: cases}))
-    assert workers.run(check_the_file_decides, folders, Attempts()) == [("p2p", "measured", 3 * LAPS)] * 4
-
-
-def check_failures(ctx, folder):
-    def fails(name, rank):
-        return {name: RuntimeError(f"no {name}")} if ctx.rank == rank else {}
-
-    with fakes(folder):
-        assert tier_of(ctx, Attempts(**fails("p2p", 2))) == "nccl"
-        assert explain()[0].why == "measured; p2p failed on rank 2: RuntimeError: no p2p"
-        assert set(explain()[0].us) == {"nccl", "reference"}
-        assert tier_of(ctx, Attempts(**fails("p2p", 0), **fails("nccl", 3)), operation="two") == "reference"
-        assert tier_of(ctx, Attempts(**fails("reference", 1), nccl=50.0), operation="three") == "nccl"
-        attempts = Attempts(*3 * [RuntimeError("nothing works")])
-        assert tier_of(ctx, attempts, operation="four") == "reference" and attempts.ran == ["reference"]
-        assert tier_of(ctx, Attempts(), operation="five") == "p2p"
-        with pytest.raises(ValueError, match="different sizes: op bfloat16 1000 64 9, op bfloat16 1000 64 1, "):
-            tier_of(ctx, Attempts(), (1000, 64, ctx.rank or 9))
-        with pytest.raises(ValueError, match="different sizes: op bfloat16 1010 32 9, op bfloat16 1011 32 9, "):
-            tier_of(ctx, Attempts(), (1010 + ctx.rank, 32, 9))  # of one size, rounded
-
-
-def test_what_fails_on_one_rank_is_used_on_none(workers, tmp_path):
-    workers.run(check_failures, tmp_path)
-    ((_, cases),) = saved_in(tmp_path).items()
-    assert list(cases) == ["five bfloat16 1024 64 32"]  # with more memory, say, the others may work
-
-
-def check_want_of_memory(ctx):
-    """One rank alone lacks it for one tier, which exchanges rows: the others do not wait for it there."""
-    tp, run = resolve_group(ctx.group(ctx.world)), calls._run
-
-    def run_without_memory(link, *arguments):
-        if link[1] == "p2p":
-            raise torch.OutOfMemoryError("no room")
-        return run(link, *arguments)
-
-    torch.manual_seed(ctx.rank)
-    x, weight = torch.randn(3, 8), torch.randn(5, 8)
-    with tier("reference"):
-        expected = all_gather_matmul(x, weight, group=tp.process_group)
-    with stand_in(), pytest.MonkeyPatch.context() as patch:
-        if ctx.rank == 2:
-            patch.setattr(calls, "_run", run_without_memory)
-        torch.testing.assert_close(all_gather_matmul(x, weight, group=tp.process_group), expected)
-        (row,) = explain()
-        assert (row.tier, row.why) == ("nccl", "measured; p2p failed on rank 2: OutOfMemoryError: no room")
-
-
-def test_a_rank_that_lacks_memory_for_a_tier_keeps_no_other_waiting(workers):
-    workers.run(check_want_of_memory)
-
-
 def test_why_what_is_slower_was_taken():
     assert choice._taken({"p2p": 2.0, "nccl": 3.0, "reference": 4.0}, "measured") == ("p2p", "measured")
     near = choice._taken({"p2p": 98.0, "nccl": 97.0, "reference": 120.0}, "kept")
     assert near == ("p2p", "kept; what is faster gains too little")
     assert choice._taken({}, "measured", "p2p failed") == ("reference", "measured; p2p failed")
-
-
-def check_absent_ranks(ctx, folder):
-    process_group = connected(dist.new_group())
-    group, absent = resolve_group(process_group), ctx.rank % 2
-    with fakes(folder), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(communicator, "_timeout", 0.3)
-
-        def op(rows):
-            return choose("op", group, torch.zeros(1, dtype=torch.bfloat16), (rows, 64, 32), Attempts())
-
-        told = f"on rank {ctx.rank} of 4: not called after 0.3 s by rank 1, rank 3"
-        if not absent:
-            with pytest.raises(RuntimeError, match=f"op, the group's first overlapped operation, {told}"):
-                op(1000)
-        dist.destroy_process_group(process_group)
-        process_group = dist.new_group()
-        group = resolve_group(process_group)
-        assert op(1000)[1] == "p2p" and op(1024)[1] == "p2p"
-        if not absent:
-            with pytest.raises(RuntimeError, match=f"op bfloat16 3000 64 32 {told}"):
-                op(3000)
-        dist.destroy_process_group(process_group)
-
-
-def test_ranks_that_do_not_come_to_a_new_size_are_named(workers, tmp_path):
-    workers.run(check_absent_ranks, tmp_path)
-
-
-def check_given_up(ctx, folder):
-    """An operation of the group was given up: all raise at one that is new, and this rank at any."""
-
-    def give_up():
-        if ctx.rank == 2:
-            made.given_up = "op has not ended after 1 s"
-        raise RuntimeError("given up")
-
-    class GivesUp(Attempts):
-        def __call__(self, chosen):
-            return super().__call__(chosen) if chosen is None else give_up()
-
-    for attempts in (Attempts(), GivesUp()):  # before it is measured, and meanwhile
-        made = FakeCommunicator(*TIERS)
-        with fakes(folder / type(attempts).__name__, made):
-            assert tier_of(ctx, Attempts(reference=1.0), operation="known") == "reference"
-            if type(attempts) is Attempts:
-                made.given_up = "op has not ended after 1 s" if ctx.rank == 2 else None
-            told = "^op has not ended" if ctx.rank == 2 else "rank 2 raised RuntimeError: op has not ended after 1 s"
-            with pytest.raises(RuntimeError, match=told):
-                tier_of(ctx, attempts, operation="new")
-            if ctx.rank == 2:
-                with pytest.raises(RuntimeError, match=told):
-                    tier_of(ctx, Attempts(), operation="known")
-                with pytest.raises(RuntimeError, match=told):
-                    tier_of(ctx, Attempts(), dtype=torch.float64)
-            else:
-                assert tier_of(ctx, Attempts(), operation="known") == "reference"
-
-
-def test_after_a_time_out_no_operation_runs(workers, tmp_path):
-    workers.run(check_given_up, tmp_path)
 
 
 def check_places(ctx, folder):
@@ -450,6 +209,8 @@ def test_destroyed_groups_are_forgotten(workers, tmp_path):
 def test_buckets():
     edges = {0: 0, 1: 1, 2: 2, 3: 4, 5: 4, 6: 8, 11: 8, 12: 16, 5792: 4096, 5793: 8192, 8192: 8192, 2**40 + 1: 2**40}
     assert {rows: bucket(rows) for rows in edges} == edges
+    # As many batches as NCCL sends one by one are never measured together with more.
+    assert bucket(calls.MOST_MESSAGES) < bucket(calls.MOST_MESSAGES + 1)
 
 
 def test_explanation():

@@ -112,7 +112,7 @@ def test_memory_that_torch_held(workers):
     workers.run(check_memory_that_torch_held, timeout=30)
 
 
-@pytest.mark.parametrize("step", ["group_allocate", "group_connect"])
+@pytest.mark.parametrize("step", ["group_disconnect", "group_allocate", "group_connect"])
 def test_a_rank_without_memory_for_its_peers(workers, step):
     workers.run(check_no_memory, step, timeout=30)
 
@@ -175,8 +175,7 @@ def test_a_store_that_does_not_answer(monkeypatch):
 
 
 def test_why_a_call_of_the_extension_fails():
-    module = SimpleNamespace(op=fails(RuntimeError("no room")))
-    made = SimpleNamespace(handle=7, module=module, check_alive=Mock(), rehearses=False)
+    made = SimpleNamespace(handle=7, module=SimpleNamespace(op=fails(RuntimeError("no room"))), check_alive=Mock())
     with pytest.raises(RuntimeError, match="^no room"):
         calls._call(made, "op", 1, 2)
     made.module.op.assert_called_once_with(7, 1, 2)

@@ -215,12 +215,11 @@ def _run(
     this rank's own. `n`: output features, all ranks' where they are gathered."""
     (communicator, tier), x = link, _aligned(x)
     dtype, itemsize = x.dtype, x.element_size()
-    if not communicator.rehearses:
-        if tier == "nccl":
-            communicator.connect_nccl(operation)
-        else:
-            communicator.reserve(slot * itemsize, operation)
-        communicator.set_deterministic(exact[-1])
+    if tier == "nccl":
+        communicator.connect_nccl(operation)
+    else:
+        communicator.reserve(slot * itemsize, operation)
+    communicator.set_deterministic(exact[-1])
     stream = torch._C._cuda_getCurrentRawStream(x.get_device())
     kind = TF32 if in_tf32(dtype) else TYPES[dtype]
     size = WORKSPACE[kind] + staged * itemsize + 4096
@@ -232,8 +231,6 @@ def _run(
 
 
 def _call(communicator: Communicator, function: str, *arguments) -> None:
-    if communicator.rehearses:
-        return
     try:
         getattr(communicator.module, function)(communicator.handle, *arguments)
     except RuntimeError:

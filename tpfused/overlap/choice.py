@@ -30,6 +30,7 @@ from tpfused.overlap.communicator import (
     MAKING,
     TYPES,
     Communicator,
+    Rehearsal,
     Rows,
     Shape,
     check_agreement,
@@ -233,19 +234,14 @@ def _agreed(
     if us and set(us) == {*place.tiers, "reference"}:
         return *_taken(us, "measured before, kept on disk"), us
     candidates = {tier: partial(attempt, (place.communicator, tier)) for tier in place.tiers}
-    rehearsals = {tier: partial(_rehearse, place.communicator, run) for tier, run in candidates.items()}
-    candidates["reference"] = partial(attempt, None)  # which needs no more memory than they do
+    rehearsals = {tier: partial(attempt, (Rehearsal(place.communicator), tier)) for tier in place.tiers}
+    candidates["reference"] = partial(attempt, None)  # torch's collectives can't be rehearsed
     us, failures = measure(candidates, rehearsals, device, group.process_group)
     # What was given up is no slower tier.
     together(place.communicator.check_alive, [group.process_group], CHOOSING)
     if is_first and not failures:  # a failure may have been for want of memory, which another process has
         saved.save(place.name, case, us)
     return *_taken(us, "measured", *(f"{tier} failed on {what}" for tier, what in failures.items())), us
-
-
-def _rehearse(communicator: Communicator, run: Callable[[], object]) -> None:
-    with communicator.rehearsal():
-        run()
 
 
 def _taken(us: saved.Times, *why: str) -> tuple[str, str]:

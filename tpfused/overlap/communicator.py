@@ -10,7 +10,7 @@ import os
 import platform
 import uuid
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import isfinite
 from numbers import Real
@@ -47,7 +47,6 @@ class Communicator:
     Attributes:
         tiers: the ways that rows can travel here, the fastest first: "p2p" where peers reach each other's memory.
         why_no_peers: or why they do not; the same on all ranks.
-        rehearses: operations allocate all that they need, and do nothing; see `rehearsal`.
         members: the ranks' processes, by their hosts and numbers.
         workspaces: of operations on each of the caller's streams. A group's own: threads may use two groups on one
             stream, and each group has streams of its own beside, which the caller's does not order.
@@ -69,7 +68,6 @@ class Communicator:
         self._failure: str | None = None
         self._one_asks = Lock()
         self.set_timeout(_timeout)
-        self.rehearses = False
         self.tiers, self.why_no_peers = ("nccl",), ""
         if not self._on_one_host():
             self.why_no_peers = "they are on several hosts"
@@ -155,15 +153,6 @@ class Communicator:
                 mib = f"{slot_bytes / 2**20:.0f} MiB"
                 raise RuntimeError(f"a rank could not get {mib} of memory for its peers to write")
 
-    @contextmanager
-    def rehearsal(self) -> Iterator[None]:
-        """An operation in it fails for want of memory, as it would: but before any other rank waits for this one."""
-        self.rehearses = True
-        try:
-            yield
-        finally:
-            self.rehearses = False
-
     @property
     def has_peers(self) -> bool:
         """Whether all ranks have memory that their peers write; the same on each."""
@@ -227,6 +216,20 @@ class Communicator:
         except RuntimeError:
             torch.cuda.empty_cache()
             return self.module.group_allocate(self.handle, slot_bytes)
+
+
+class Rehearsal:
+    """In a communicator's place: an operation allocates all that it needs, and does nothing. So it fails for want of
+    memory as it would, but before any other rank waits for this one."""
+
+    def __init__(self, communicator: Communicator):
+        self.size, self.handle = communicator.size, communicator.handle
+        self.workspaces = communicator.workspaces
+        self.module = self
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Of a communicator's methods and of the extension's functions."""
+        return lambda *arguments: None
 
 
 def rounded_up(size: int) -> int:
