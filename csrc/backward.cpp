@@ -66,7 +66,8 @@ void column_backward(Group& group, Tier tier, const ColumnBackward& o, Workspace
   if (o.wants_dx) {
     std::vector<Parts::Term> terms;
     for (const ColumnGradient& column : o.columns) terms.push_back({column.dpre, column.w.backward(), column.n});
-    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, std::move(terms), o.k, workspace);
+    parts = std::make_unique<Parts>(group, tier, tiles, o.rows, std::move(terms), o.k, workspace,
+                                    gather ? gather->processors() : 0);
     parts->multiply_own();
     follow(group.transfers, stream);
   }

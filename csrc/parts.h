@@ -16,7 +16,9 @@ class Parts {
     int64_t k;
   };
 
-  Parts(Group& group, Tier tier, Tiles& tiles, Rows rows, std::vector<Term> terms, int64_t n, Workspace& workspace)
+  // `spared`: the multiprocessors that something else has from the start, a gather by NCCL, say.
+  Parts(Group& group, Tier tier, Tiles& tiles, Rows rows, std::vector<Term> terms, int64_t n, Workspace& workspace,
+        int spared = 0)
       : group_(group),
         tiles_(tiles),
         rows_(rows),
@@ -26,7 +28,7 @@ class Parts {
         scatter_(start_scatter(group, tier, rows.by_rank(), tiles.bytes(n), workspace)) {
     for (int step = 1; step < group.size; ++step) {
       int owner = (group.rank + step) % group.size;
-      multiply(owner, step > 1 ? scatter_->processors() : 0);
+      multiply(owner, step > 1 ? scatter_->processors() : spared);
       scatter_->send(owner, part(owner), tiles.stream(Tiles::caller));
     }
   }

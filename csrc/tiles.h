@@ -53,7 +53,8 @@ class Tiles {
     return streams_[lane];
   }
   void multiply(Lane lane, const Product& product) { matmul_.run(product, stream(lane), workspaces_[lane]); }
-  // A weight's gradient.
+  // A weight's gradient, for the whole card also beside an exchange by NCCL: that takes a part of its time only, and
+  // has the multiprocessors it needs as soon as a tile on each has ended, for its stream comes first.
   void multiply(Lane lane, const Product& product, Dw wanted) {
     if (wanted != Dw::none) multiply(lane, as_wanted(product, wanted));
   }
