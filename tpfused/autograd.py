@@ -12,7 +12,11 @@ from torch.autograd import forward_ad
 
 def records_gradient(*tensors: Tensor | None) -> bool:
     """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too)."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for tensor in tensors:  # half the time of `any`, at every call
+            if tensor is not None and tensor.requires_grad:
+                return True
+    return False
 
 
 def needs_function(*tensors: Tensor | None) -> bool:

@@ -24,6 +24,7 @@ SAMPLE_US = 4000  # of calls between two looks at the clock
 LEAST_RUNS, MOST_RUNS = 2, 10
 LEAD_US = 1000  # that the host is ahead of the GPU, at least
 CYCLES_PER_US = 2000  # of a GPU; a slower one only waits longer
+ROW_CALLS, ROW_COLD, ROW_ROUNDS = 12, 4, 3  # calls in a row: not so many that a GPU's queue is full; see `in_a_row`
 LOAD_SIZE = 8192  # of the matmuls of a `Load`
 LOAD_WARM_S, LOAD_BATCH = 1.5, 10  # so long, for a GPU's clock to settle, and between two looks at the host's
 
@@ -157,6 +158,23 @@ def _host_us(timed: Timed, runs: int) -> float:
     for _ in range(runs):
         timed.run()
     return (time.perf_counter() - start) * 1e6
+
+
+def in_a_row(timed: dict[Hashable, Timed], device: torch.device) -> dict[Hashable, float]:
+    """Microseconds of the host to launch one call amid others, of the slowest rank: a median.
+
+    The first few after a pause are left out: what they need is in none of the processor's caches. On the host of an
+    H200 the first one took 300 to 500 us, the second 70 to 200, and from the fifth on each 35 to 100; a matmul of
+    torch's 85, 22, and 18.
+    """
+    times: dict[Hashable, list[float]] = {name: [] for name in timed}
+    for _, name in in_turn(timed, ROW_ROUNDS):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        dist.barrier()
+        us = [_host_us(timed[name], 1) / timed[name].calls for _ in range(ROW_CALLS)]
+        times[name] += us[ROW_COLD:]
+    return dict(zip(times, slowest([statistics.median(us) for us in times.values()]), strict=True))
 
 
 def slowest(values: list[float]) -> list[float]:

@@ -71,8 +71,8 @@ Megatron-LM orders it, and ours.
 move the rows. The variants take turns, and every figure is the slowest rank's.
 
   us       of the GPU, with the host ahead of it
-  host us  of the host, to launch one call: an eager program waits for the
-           larger of the two
+  host us  of the host, to launch one call amid others: an eager program waits
+           for the larger of the two
   ratio    to the floor: the slower one of matmul and collective, in the same
            round; for "decode" cases and the feed-forward layer, its matmuls
   exposed  us beyond the matmul alone

@@ -5,6 +5,8 @@ Floor: 3 values an entry (dy, pre, dpre), or 1 where only the sum is wanted.
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import torch
 import triton
 import triton.language as tl
@@ -81,24 +83,18 @@ def _add_sums_kernel(sums_ptr, out_ptr, parts, n, BLOCK: tl.constexpr):
 def act_backward(dy: Tensor, pre: Tensor | None, activation: int, with_sums: bool) -> tuple[Tensor, Tensor]:
     """-> ``dy * act'(pre)`` (dy itself without an activation) and, or empty, the sum of its rows."""
     m, n = dy.shape
-    block = block_of(n, 512)
-    while cdiv(n, block) > FLAGS:
-        block *= 2
-    rows = max(1, TILE // block)
-    parts = max(1, min(cdiv(m, rows), RESIDENT * multiprocessors(dy.device) // cdiv(max(n, 1), block)))
-    each = max(1, cdiv(cdiv(m, parts), rows)) * rows
-    parts = cdiv(m, each)
-    dpre = dy if activation == 0 else torch.empty(dy.shape, dtype=dy.dtype, device=dy.device)
-    total = torch.empty(n if with_sums else 0, dtype=dy.dtype, device=dy.device)
+    dpre = dy if activation == 0 else dy.new_empty(m, n)
+    total = dy.new_empty(n if with_sums else 0)
     if dy.numel() == 0:
         return dpre, total.zero_()
     if activation or with_sums:
         dy = unit_stride(dy)
         pre = pre.contiguous() if activation else dy
         sums = finished = dy
+        block, rows, each, parts = _division(m, n, multiprocessors(dy.device))
         with on_device_of(dy):
             if with_sums:
-                sums = torch.empty(parts, n, dtype=torch.promote_types(dy.dtype, torch.float32), device=dy.device)
+                sums = dy.new_empty(parts, n, dtype=torch.promote_types(dy.dtype, torch.float32))
                 finished = flags(dy.device)
             launch(
                 _act_backward_kernel, (cdiv(n, block), parts),
@@ -107,6 +103,18 @@ def act_backward(dy: Tensor, pre: Tensor | None, activation: int, with_sums: boo
                 ROWS=rows, BLOCK=block, num_warps=8,
             )  # fmt: skip
     return dpre, total
+
+
+@lru_cache(1024)
+def _division(m: int, n: int, processors: int) -> tuple[int, int, int, int]:
+    """-> columns and rows of a tile, rows of a program, programs with the same columns."""
+    block = block_of(n, 512)
+    while cdiv(n, block) > FLAGS:
+        block *= 2
+    rows = max(1, TILE // block)
+    parts = max(1, min(cdiv(m, rows), RESIDENT * processors // cdiv(n, block)))
+    each = cdiv(cdiv(m, parts), rows) * rows
+    return block, rows, each, cdiv(m, each)
 
 
 def add_sums(sums: Tensor, dtype: torch.dtype) -> Tensor:
