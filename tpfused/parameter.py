@@ -113,7 +113,8 @@ class ParallelModule(nn.Module):
                 f"of the whole; make that permanent first (remove_parametrizations, prune.remove), or build the layer "
                 f"with mesh=, whose DTensors know"
             )
-        if name in self._shards and isinstance(param, nn.Parameter) and shard_info(param) is None:
+        replaced = name in self._shards and isinstance(param, nn.Parameter) and shard_info(param) is None
+        if replaced and not torch.compiler.is_exporting():  # torch.export traces with fake ones
             # FSDP2 puts parameters of its own in the place of ours. It knows of a shard only if that is a DTensor, and
             # would clip gradients and save checkpoints as if this rank's were the only one.
             raise ValueError(

@@ -1,4 +1,5 @@
-"""Blocks and whole models under torch.compile, as one graph: results, gradients and random draws of eager calls."""
+"""Blocks and whole models under torch.compile, as one graph: results, gradients and random draws of eager calls; and
+exported."""
 
 from contextlib import nullcontext
 from dataclasses import replace
@@ -156,6 +157,22 @@ def check_cache(ctx, tp, seed):
         for part in model.blocks:
             part.compile(fullgraph=True, backend="aot_eager")
         assert torch.equal(model.generate(prompts, 3, mask=mask), expected)
+
+
+@torch.no_grad()
+def check_exported(ctx, tp, mode, seed):
+    block = Block(ctx, tp, mode, seed)
+    for config in (TIED, SEQUENCE):
+        model, ids = make_model(block, config).eval(), draw_ids(block, config, 6)
+        for strict in (False, True):
+            exported = torch.export.export(model, (ids,), strict=strict).module()
+            assert_near({"logits": exported(ids)}, {"logits": model(ids)}, f"exported, strict={strict}, {config}")
+
+
+@ranks
+@pytest.mark.parametrize("mode", ["group", "mesh"])
+def test_export(workers, tp, mode, seed):
+    workers.run(check_exported, tp, mode, seed, timeout=240)
 
 
 @ranks
