@@ -266,8 +266,11 @@ void Group::allocate(size_t slot_bytes) {
   for (auto& counts : awaited_) counts.clear();
 }
 
-void Group::disconnect() {
-  if (peers && !peers->by_device) peers->disconnect();
+void Group::disconnect(bool graphs_too) {
+  if (peers && (graphs_too || !peers->by_device)) peers->disconnect();
+  if (graphs_too) {
+    for (const auto& each : kept_) each->disconnect();
+  }
   emptied_ = {};
 }
 

@@ -185,8 +185,9 @@ class Group {
   std::atomic<size_t> peer_bytes{0};  // of all such memory
   // Returns when operations have ended, or one has been given up: nothing that was enqueued writes to peers any more.
   void finish();
-  // The peers' memory is no longer mapped here, unless for graphs that were captured. After `finish`.
-  void disconnect();
+  // The peers' memory is no longer mapped here; that of graphs which were captured only if they, too, are done with.
+  // After `finish`.
+  void disconnect(bool graphs_too);
 
   // The same bits from every tier and at every run.
   std::atomic<bool> deterministic{false};

@@ -83,12 +83,13 @@ PyObject* group_check_alive(PyObject*, PyObject* args) {
 
 PyObject* group_disconnect(PyObject*, PyObject* args) {
   long long address;
-  if (!PyArg_ParseTuple(args, "L:group_disconnect", &address)) return nullptr;
+  int graphs_too;
+  if (!PyArg_ParseTuple(args, "Lp:group_disconnect", &address, &graphs_too)) return nullptr;
   return unlocked([&] {
     auto& group = *at<Group>(address);
     DeviceGuard guard(group.device);
     group.finish();
-    group.disconnect();
+    group.disconnect(graphs_too != 0);
   });
 }
 
@@ -134,7 +135,8 @@ PyMethodDef group_methods[] = {
     {"group_check_alive", group_check_alive, METH_VARARGS,
      "group_check_alive(group): raises where an operation was broken off or given up."},
     {"group_disconnect", group_disconnect, METH_VARARGS,
-     "group_disconnect(group), when its operations have ended: before any rank frees the memory that peers write."},
+     "group_disconnect(group, graphs_too), when its operations have ended: before any rank frees the memory that peers "
+     "write. Captured graphs can be replayed as long as graphs_too has not been true."},
     {"group_connect", group_connect, METH_VARARGS, "group_connect(group, handles): one of each rank, in order."},
     {nullptr, nullptr, 0, nullptr},
 };

@@ -252,7 +252,7 @@ def check_a_group_that_is_gone(ctx, folder):
     events = []
 
     module = fake_module(
-        group_disconnect=Mock(side_effect=lambda handle: events.append("left")),
+        group_disconnect=Mock(side_effect=lambda handle, graphs_too: events.append(f"left, graphs too: {graphs_too}")),
         group_create=Mock(side_effect=lambda *place: events.append("met") or 7),
         group_destroy=Mock(side_effect=lambda handle: events.append("freed")),
     )
@@ -263,7 +263,7 @@ def check_a_group_that_is_gone(ctx, folder):
         ctx.rejoin(folder)
         events.clear()
         assert communicator.communicator_of(resolve_group(ctx.group(2)), DEVICE) is not None
-    assert events[:2] == ["left", "met"] and events[-1] == "freed" and events.count("freed") == 1
+    assert events[:2] == ["left, graphs too: True", "met"] and events[-1] == "freed" and events.count("freed") == 1
     assert gone.workspace_bytes == gone.handle == 0
 
 

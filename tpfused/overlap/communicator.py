@@ -129,9 +129,10 @@ class Communicator:
         return "; ".join([head, *(f"on rank {rank}: {text}" for rank, text in heard.items() if rank != self.rank)])
 
     def leave(self) -> None:
-        """Wait for this rank's operations, and let go of the peers' memory. Each has to before any rank closes."""
+        """Wait for this rank's operations, and let go of the peers' memory, that of captured graphs too. Each has to
+        before any rank closes."""
         if self.handle:
-            self.module.group_disconnect(self.handle)
+            self.module.group_disconnect(self.handle, True)
         self.workspaces.clear()
 
     def close(self) -> None:
@@ -193,7 +194,7 @@ class Communicator:
         self._slot_bytes = 0
         _, failure = attempt(torch.cuda.synchronize, self.device)
         exchange(None, self.process_group, call)  # nobody writes to the old memory any more
-        _, left = attempt(self.module.group_disconnect, self.handle)
+        _, left = attempt(self.module.group_disconnect, self.handle, False)
         exchange(None, self.process_group, call)  # and nobody has it open
         failure, mine = failure or left, None
         if failure is None:
