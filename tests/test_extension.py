@@ -267,12 +267,16 @@ def test_load_uses_what_find_finds(found, monkeypatch):
         extension.load.__wrapped__()
 
 
+def sources() -> str:
+    return "\n".join(file.read_text() for file in sorted(extension.source_folder().glob("*.*")))
+
+
 def test_constants_that_python_and_the_extension_share():
     """What Python allocates is what the extension takes."""
-    text = "\n".join(file.read_text() for file in sorted(extension.source_folder().glob("*.h")))
+    text = sources()
 
     def constant(name):
-        return eval(re.search(rf"constexpr \w+ {name} = ([\d< ]+);", text)[1])  # like 8 << 20
+        return eval(re.search(rf"constexpr \w+ {name} = ([\d< ]+)[;,]", text)[1])  # like 8 << 20
 
     assert calls.ALL_REDUCE_BLOCKS == constant("most")
     assert calls.MOST_NORMALIZED == constant("most_normalized")
@@ -285,3 +289,9 @@ def test_constants_that_python_and_the_extension_share():
     assert calls.MOST_GATHERED == 2 * constant("most_gathered")
     assert calls.MOST_FEATURES_GATHERED == constant("most_features_gathered")
     assert calls.MOST_MESSAGES == constant("most_messages")
+    assert calls.MOST_REDUCED == constant("one_shot_bytes")
+
+
+def test_nothing_uses_multicast():
+    """Nor libraries that do: not every machine has NVLink's, and the operations need none."""
+    assert not re.search(r"multicast|multimem|nvshmem|nvls", sources(), re.IGNORECASE)
