@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from tpfused.layers.transformer import ParallelTransformerBlock as ParallelTransformerBlock
     from tpfused.layers.transformer import TransformerConfig as TransformerConfig
     from tpfused.overlap.all_gather_matmul import all_gather_matmul as all_gather_matmul
+    from tpfused.overlap.communicator import check_alive as check_alive
     from tpfused.overlap.communicator import set_timeout as set_timeout
     from tpfused.overlap.matmul_all_gather import column_matmul as column_matmul
     from tpfused.overlap.matmul_all_gather import matmul_all_gather as matmul_all_gather
@@ -51,6 +52,7 @@ _HOME = {
     "TransformerConfig": "tpfused.layers.transformer",
     "VocabParallelEmbedding": "tpfused.layers.embedding",
     "all_gather_matmul": "tpfused.overlap.all_gather_matmul",
+    "check_alive": "tpfused.overlap.communicator",
     "clip_grad_norm_": "tpfused.grad_norm",
     "column_matmul": "tpfused.overlap.matmul_all_gather",
     "deterministic": "tpfused.overlap.tiers",

@@ -166,7 +166,7 @@ def test_the_norm_after_a_sum():
 
 # What computes in one way only: nothing is to be told of it.
 ONE_WAY = {
-    "KVCache", "TransformerConfig", "clip_grad_norm_", "deterministic", "explain", "full_state_dict",
+    "KVCache", "TransformerConfig", "check_alive", "clip_grad_norm_", "deterministic", "explain", "full_state_dict",
     "load_full_state_dict", "load_sharded", "parallelize", "rank_rng", "save_sharded", "scale_mask_softmax",
     "set_timeout", "tier", "vocab_parallel_argmax",
 }  # fmt: skip

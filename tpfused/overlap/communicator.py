@@ -282,6 +282,21 @@ def set_timeout(seconds: float) -> None:
 _timeout = 600.0
 
 
+def check_alive() -> None:
+    """Raise what the next overlapped operation would, of a group in which one was given up (`set_timeout`).
+
+    For programs that only replay CUDA graphs: a replay raises nothing, and what it computed after that is wrong. Call
+    it where the results are used, after waiting for the GPU. Waits for nothing else, and for no other rank; only once
+    one was given up by NCCL, for ten seconds at most, as said there.
+
+    Raises:
+        RuntimeError: names the operation, and the ranks that are missing.
+    """
+    for (process_group, _), communicator in list(_communicators.items()):
+        if communicator is not None and exists(process_group):
+            communicator.check_alive()
+
+
 def communicator_of(group: TPGroup, device: torch.device) -> Communicator | None:
     """The group's communicator on `device`; None where its ranks have to use torch's own collectives.
 
