@@ -236,6 +236,15 @@ void Group::end(cudaStream_t stream) {
   }
 }
 
+void Group::break_off(cudaStream_t stream) {
+  if (capturing()) return;  // nothing runs
+  try {
+    for (cudaStream_t own : {transfers, beside}) follow(stream, own);
+    watchdog->end(stream);
+  } catch (const std::exception&) {  // the GPU has failed, say: what broke the operation off tells more
+  }
+}
+
 void Group::count_on_device() {
   uint32_t counts[PeerMemory::slots];
   for (int slot = 0; slot < PeerMemory::slots; ++slot) {

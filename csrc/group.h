@@ -146,13 +146,16 @@ class Group {
   int nccl_processors = 0;
   std::atomic<ncclComm_t> nccl{nullptr};  // none, too, once an operation has been given up
   cudaStream_t transfers = nullptr;       // copies and collectives
-  std::mutex mutex;                       // held while an operation is enqueued
+  std::timed_mutex mutex;                 // held while an operation is enqueued
   cudaStream_t beside = nullptr;          // matmuls beside those of the caller's stream
   std::unique_ptr<PeerMemory> peers;
 
   // Around an operation, eager or captured: something watches whether it ends.
   void begin(const char* operation, cudaStream_t stream);
   void end(cudaStream_t stream);
+  // In place of `end`, where it could not be enqueued as a whole: what was is watched, and the caller's stream waits
+  // for it, for it may use memory that the caller is about to free. Never throws.
+  void break_off(cudaStream_t stream);
   // One of the group's streams follows the caller's as it was at the operation's beginning; in a graph, as it is now.
   void lead(cudaStream_t stream);
 

@@ -52,8 +52,6 @@ class Matmul {
   Matmul(const Matmul&) = delete;
   Matmul& operator=(const Matmul&) = delete;
 
-  Type type() const { return type_; }
-
   // Enqueues the product, with `workspace_bytes` of memory that is its own as long as it runs.
   void run(const Product& product, cudaStream_t stream, void* workspace);
 

@@ -43,7 +43,7 @@ template <typename Body>
 PyObject* enqueue(const char* name, Group& group, cudaStream_t stream, Body body) {
   return unlocked([&] {
     DeviceGuard guard(group.device);  // stream 0 is of the device that is current
-    std::lock_guard<std::mutex> lock(group.mutex);
+    std::lock_guard<std::timed_mutex> lock(group.mutex);
     group.check_alive();
     try {
       group.begin(name, stream);
@@ -51,6 +51,7 @@ PyObject* enqueue(const char* name, Group& group, cudaStream_t stream, Body body
       group.end(stream);
     } catch (const std::exception& error) {
       group.fail(std::string(name) + " was broken off: " + error.what());  // the peers count on the rest of it
+      group.break_off(stream);
       throw;
     }
   });

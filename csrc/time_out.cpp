@@ -36,8 +36,8 @@ void Group::fail(const std::string& why) {
 void Group::give_up(const std::string& operation, const std::string& why) {
   std::string told =
       operation + " on rank " + std::to_string(rank) + " of " + std::to_string(size) + " " + why + look();
+  fail(told);  // before a thread that waits for the GPU goes on, and asks
   release();
-  fail(told);
   std::fprintf(stderr, "tpfused: %s; what this group computed since is wrong\n", told.c_str());
   abort_nccl();
 }
@@ -157,6 +157,8 @@ void Group::abort_nccl() {
     aborted = nccl.exchange(nullptr);
   }
   if (!aborted) return;
+  // Another thread may be calling NCCL with it. One that does not come back is kept by NCCL: the abort lets it go.
+  if (mutex.try_lock_for(longest_look)) mutex.unlock();
   auto abort = [aborted, device = device] {
     cudaSetDevice(device);
     ncclCommAbort(aborted);
@@ -171,7 +173,7 @@ void Group::finish() {
     release();
     abort_nccl();
   }
-  watchdog->finish();
+  watchdog->finish(has_failed());
   for (cudaStream_t stream : {transfers, beside}) {
     while (has_failed() && cudaStreamQuery(stream) == cudaErrorNotReady) {  // as the watchdog lets go
       release();

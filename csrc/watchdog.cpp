@@ -80,8 +80,9 @@ cudaEvent_t Watchdog::end(cudaStream_t stream) {
   return ended;
 }
 
-void Watchdog::finish() {
+void Watchdog::finish(bool releasing) {
   std::unique_lock<std::mutex> lock(mutex_);
+  releasing_ |= releasing;
   wake_.notify_all();
   idle_.wait(lock, [this] { return watched_.empty() && (over_ || (!reported_ && !replays_under_way())); });
 }
@@ -91,7 +92,6 @@ void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& ope
   lock.unlock();
   calls_.report(operation, why);
   lock.lock();
-  let_go(lock);
 }
 
 // Once does not do: a peer that comes to the same later sets counts that have been set too far back. And what another
@@ -124,6 +124,12 @@ bool Watchdog::replays_under_way() const {
   return replays_->begun + replays_->small_begun != replays_->ended + replays_->small_ended;
 }
 
+std::string Watchdog::replayed() const {
+  std::string names;
+  for (const std::string& name : captured_) names += (names.empty() ? "" : " or ") + name;
+  return "a replayed " + names;
+}
+
 bool Watchdog::replays_expired(Clock::time_point now) {
   uint32_t ended = replays_->ended + replays_->small_ended;
   if (!replays_under_way() || ended != replays_ended_) {
@@ -138,20 +144,26 @@ void Watchdog::watch() {
   auto mode = cudaStreamCaptureModeRelaxed;  // another thread's capture is not disturbed
   cudaThreadExchangeStreamCaptureMode(&mode);
   std::unique_lock<std::mutex> lock(mutex_);
-  while (!stopping_) {
+  until_reported(lock);
+  reported_ = true;
+  let_go(lock);
+}
+
+void Watchdog::until_reported(std::unique_lock<std::mutex>& lock) {
+  while (!stopping_ && !releasing_) {
     auto now = Clock::now();
-    if (!captured_.empty() && replays_expired(now)) {
-      std::string names;
-      for (const std::string& name : captured_) names += (names.empty() ? "" : " or ") + name;
-      return report(lock, "a replayed " + names, not_ended(timeout_seconds));
-    }
+    if (!captured_.empty() && replays_expired(now)) return report(lock, replayed(), not_ended(timeout_seconds));
     if (watched_.empty()) {
       idle_.notify_all();
       if (captured_.empty()) {
         wake_.wait(lock);
-      } else {
-        wake_.wait_for(lock, pause);
+        continue;
       }
+      if (replays_under_way()) {
+        std::string failure = calls_.failure();
+        if (!failure.empty()) return report(lock, replayed(), "has failed: " + failure);
+      }
+      wake_.wait_for(lock, pause);
       continue;
     }
     // Operations of one group rarely overlap, so the oldest is the one that others wait for.

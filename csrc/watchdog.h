@@ -37,8 +37,9 @@ class Watchdog {
   cudaEvent_t end(cudaStream_t stream);
   // `operation` is captured: from now on, that replays end is watched too.
   void watch_replays(const char* operation);
-  // Returns when all operations have ended, replayed ones too; or those that were watched when one was reported.
-  void finish();
+  // Returns when all operations have ended, replayed ones too; or those that were watched when one was reported. With
+  // `releasing`, as for a group that has failed, nothing is reported any more, and they are let go at once.
+  void finish(bool releasing);
 
   std::atomic<double> timeout_seconds{600};
 
@@ -54,7 +55,9 @@ class Watchdog {
   cudaEvent_t spare_event();  // or none
   void forget_oldest();
   bool replays_under_way() const;
+  std::string replayed() const;  // what may be
   bool replays_expired(Clock::time_point now);
+  void until_reported(std::unique_lock<std::mutex>& lock);
   void report(std::unique_lock<std::mutex>& lock, const std::string& operation, const std::string& why);
   void let_go(std::unique_lock<std::mutex>& lock);
 
@@ -63,8 +66,9 @@ class Watchdog {
   const Calls calls_;
   std::mutex mutex_;
   std::condition_variable wake_, idle_;
-  bool stopping_ = false, reported_ = false, over_ = false;  // over: what was watched at the report has ended
-  std::set<std::string> captured_;                           // the operations' names
+  bool stopping_ = false, releasing_ = false, reported_ = false;
+  bool over_ = false;               // what was watched at the report has ended
+  std::set<std::string> captured_;  // the operations' names
   uint32_t replays_ended_ = 0;
   Clock::time_point replays_since_;  // when that many had ended, or none was under way
   std::deque<Watched> watched_;

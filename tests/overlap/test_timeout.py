@@ -58,7 +58,8 @@ def check_missing_rank(ctx, name, what, replayed):
         if ctx.rank == last:
             time.sleep(6)  # as if it were busy with something else, or dead
         else:
-            assert_given_up(told, operate, partial(case.run, group))
+            # A program that replays its graphs, and no more, has to ask.
+            assert_given_up(told, operate, communicator.check_alive if replayed else partial(case.run, group))
 
         # The processes can go on, with a new group.
         dist.barrier()
@@ -138,6 +139,29 @@ def check_broken_off(ctx, name):
         dist.destroy_process_group(group)
 
 
+def check_broken_off_halfway(ctx):
+    """Rows are on their way from and to memory that the caller frees: its stream waits for them."""
+    communicator.set_timeout(20)
+    torch.manual_seed(0)
+    group, case, last = dist.new_group(), Case(ctx, *CASES["copied rows"][:4]), ctx.world - 1
+    no_matrix = [(case.inputs[1], (case.inputs[1].data_ptr(), 1, False))]  # rows that would overlap
+    with tier("nccl"):
+        case.run(group)
+        torch.cuda.synchronize()
+        dist.barrier()
+        if ctx.rank == last:
+            time.sleep(2)
+        with (
+            patch.object(calls, "_matrix", side_effect=no_matrix),
+            pytest.raises(RuntimeError, match="all_gather_matmul was broken off: cublas"),
+        ):
+            case.run(group)
+        assert ctx.rank == last or not torch.cuda.current_stream().query()
+        torch.cuda.current_stream().synchronize()
+    dist.barrier()
+    dist.destroy_process_group(group)
+
+
 def check_a_rank_without_nccl(ctx):
     """NCCL itself would wait for it for ever."""
     communicator.set_timeout(3)
@@ -179,6 +203,11 @@ def test_a_dead_rank_leaves_no_other_waiting(ranks, name):
 @tiers
 def test_an_operation_that_breaks_off_ends_its_group(ranks, name):
     ranks.run(check_broken_off, name, timeout=60)
+
+
+@on_gpus
+def test_what_an_operation_that_breaks_off_has_begun_is_waited_for(ranks):
+    ranks.run(check_broken_off_halfway, timeout=60)
 
 
 @on_gpus
