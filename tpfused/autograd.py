@@ -25,14 +25,29 @@ def needs_function(*tensors: Tensor | None) -> bool:
     return forward_ad._current_level >= 0 or records_gradient(*tensors)
 
 
+def apply(function: type[torch.autograd.Function], *args):
+    """``function.apply(*args)``, of a function whose backward pass is not what autograd makes of its forward: a program
+    that torch.export makes has the forward only.
+
+    Raises:
+        RuntimeError: in an export, where an argument records gradients.
+    """
+    if torch.compiler.is_exporting() and records_gradient(*[x for x in args if isinstance(x, Tensor)]):
+        raise RuntimeError(
+            "torch.export keeps forward collectives only, and the program would train with wrong gradients: export it "
+            "under torch.no_grad(), for inference"
+        )
+    return function.apply(*args)
+
+
 def eager_apply(function: type[torch.autograd.Function]) -> Callable:
     """``function.apply``, for eager calls of a function without a setup_context, in two thirds of its own host time: it
     does without a look at each argument for tensors that functorch's transforms have left behind.
     """
-    apply = super(torch.autograd.Function, function).apply
+    direct = super(torch.autograd.Function, function).apply
 
     def call(*args):
-        return function.apply(*args) if torch._C._are_functorch_transforms_active() else apply(*args)
+        return function.apply(*args) if torch._C._are_functorch_transforms_active() else direct(*args)
 
     return call
 

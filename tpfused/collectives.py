@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfused.autograd import once_differentiable, records_gradient
+from tpfused.autograd import apply, once_differentiable, records_gradient
 from tpfused.group import TPGroup
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 
@@ -244,22 +244,22 @@ class _CopyToReplicas(torch.autograd.Function):
 
 def copy_to_replicas(x: Tensor, group: TPGroup) -> Tensor:
     """A shard that several ranks own, each computing a part with it; all shards of one size. Its gradient is summed."""
-    return _CopyToReplicas.apply(x, group) if group.replicas > 1 and records_gradient(x) else x
+    return apply(_CopyToReplicas, x, group) if group.replicas > 1 and records_gradient(x) else x
 
 
 def copy_to_group(x: Tensor, group: TPGroup) -> Tensor:
     """`x`, whole on each rank, where sharded computation begins. Its gradient is all-reduced."""
-    return _CopyToGroup.apply(x, group) if group.size > 1 and records_gradient(x) else x
+    return apply(_CopyToGroup, x, group) if group.size > 1 and records_gradient(x) else x
 
 
 def reduce_from_group(x: Tensor, group: TPGroup) -> Tensor:
     """The sum over the group of each rank's `x`. Its gradient passes as it is."""
-    return x if group.size == 1 else _ReduceFromGroup.apply(x, group)
+    return x if group.size == 1 else apply(_ReduceFromGroup, x, group)
 
 
 def scatter_to_group(x: Tensor, dim: int, group: TPGroup) -> Tensor:
     """This rank's slice along `dim` of `x`, which is whole on each rank. Its gradient is all-gathered."""
-    return x if group.size == 1 else _ScatterToGroup.apply(x, dim, group)
+    return x if group.size == 1 else apply(_ScatterToGroup, x, dim, group)
 
 
 def gather_from_group(x_shard: Tensor, dim: int, total: int, group: TPGroup) -> Tensor:
@@ -268,7 +268,7 @@ def gather_from_group(x_shard: Tensor, dim: int, total: int, group: TPGroup) -> 
     Raises:
         ValueError: this rank's shard is not of the size that `total` entries give it.
     """
-    return x_shard if group.size == 1 else _GatherFromGroup.apply(x_shard, dim, total, group)
+    return x_shard if group.size == 1 else apply(_GatherFromGroup, x_shard, dim, total, group)
 
 
 def all_gather_tokens(x_shard_m: Tensor, dim: int, total: int, group: TPGroup) -> Tensor:
@@ -278,9 +278,9 @@ def all_gather_tokens(x_shard_m: Tensor, dim: int, total: int, group: TPGroup) -
     Raises:
         ValueError: this rank's shard is not of the size that `total` tokens give it.
     """
-    return x_shard_m if group.size == 1 else _AllGatherTokens.apply(x_shard_m, dim, total, group)
+    return x_shard_m if group.size == 1 else apply(_AllGatherTokens, x_shard_m, dim, total, group)
 
 
 def reduce_scatter_tokens(x: Tensor, dim: int, group: TPGroup) -> Tensor:
     """This rank's tokens, along `dim`, of the sum over the group of each rank's `x`. The gradient is all-gathered."""
-    return x if group.size == 1 else _ReduceScatterTokens.apply(x, dim, group)
+    return x if group.size == 1 else apply(_ReduceScatterTokens, x, dim, group)

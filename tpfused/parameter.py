@@ -133,7 +133,7 @@ class ParallelModule(nn.Module):
             ValueError, TypeError: a main_grad that does not fit the weight; and as `local`.
         """
         weight = self.local("weight")
-        if not self.accumulate_main_grad:
+        if not self.accumulate_main_grad or torch.compiler.is_exporting():  # whose programs have no backward pass
             return weight, None
         self.check_trains_own_weight()
         main_grad = main_grad_of(self.weight, f"{type(self).__name__}.weight")

@@ -1,8 +1,10 @@
 """Blocks and whole models under torch.compile, as one graph: results, gradients and random draws of eager calls; and
 exported."""
 
+import io
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,6 +20,8 @@ from tests.overlap.test_operations import forced
 from tpfused import ColumnParallelLinear, KVCache
 from tpfused.collectives import all_gather
 from tpfused.group import resolve_group
+from tpfused.overlap.operators import sizes_of
+from tpfused.overlap.plans import plan_of
 from tpfused.random import rank_dropout
 
 SEQUENCE = replace(GPT, sequence_parallel=True, num_layers=1)
@@ -159,20 +163,53 @@ def check_cache(ctx, tp, seed):
         assert torch.equal(model.generate(prompts, 3, mask=mask), expected)
 
 
-@torch.no_grad()
 def check_exported(ctx, tp, mode, seed):
     block = Block(ctx, tp, mode, seed)
     for config in (TIED, SEQUENCE):
         model, ids = make_model(block, config).eval(), draw_ids(block, config, 6)
-        for strict in (False, True):
-            exported = torch.export.export(model, (ids,), strict=strict).module()
-            assert_near({"logits": exported(ids)}, {"logits": model(ids)}, f"exported, strict={strict}, {config}")
+        with pytest.raises(RuntimeError, match=r"wrong gradients: export it under torch.no_grad\(\)"):
+            torch.export.export(model, (ids,))
+        with torch.no_grad():
+            for strict in (False, True):
+                exported = torch.export.export(model, (ids,), strict=strict).module()
+                assert_near({"logits": exported(ids)}, {"logits": model(ids)}, f"exported, strict={strict}, {config}")
+
+
+@torch.no_grad()
+def check_exported_for_later(ctx, tp, mode, seed):
+    """For any number of tokens, and saved."""
+    block, file = Block(ctx, tp, mode, seed), io.BytesIO()
+    model = make_model(block, TIED).eval()
+    of_tokens = {1: torch.export.Dim("tokens", min=2, max=TIED.max_positions)}
+    torch.export.save(torch.export.export(model, (draw_ids(block, TIED, 6),), dynamic_shapes=(of_tokens,)), file)
+    file.seek(0)
+    loaded = torch.export.load(file).module()
+    for tokens in (6, 3, 9):
+        ids = draw_ids(block, TIED, tokens)
+        assert_near({"logits": loaded(ids)}, {"logits": model(ids)}, f"{tokens} tokens")
+
+
+def check_another_ranks_program(ctx, tp):
+    x, weight = torch.ones(4, 2, device=ctx.device), torch.ones(2, 2, device=ctx.device)
+    plan = plan_of(resolve_group(ctx.group(tp)), None, 4 * tp, 1, 1, 2, 2)
+    own, other = sizes_of(plan), sizes_of(plan._replace(tp=replace(plan.tp, rank=1 - plan.tp.rank)))
+    name = plan.tp.process_group.group_name
+    run = partial(torch.ops.tpfused.all_gather_matmul, x, [weight], [], None)
+    assert torch.equal(run(own, False, name)[0], torch.full((4 * tp, 2), 2.0, device=ctx.device))
+    with pytest.raises(RuntimeError, match=f"exported by rank {1 - plan.tp.rank} of 2 runs on rank {plan.tp.rank} of"):
+        run(other, False, name)
 
 
 @ranks
 @pytest.mark.parametrize("mode", ["group", "mesh"])
-def test_export(workers, tp, mode, seed):
-    workers.run(check_exported, tp, mode, seed, timeout=240)
+@pytest.mark.parametrize("check", [check_exported, check_exported_for_later])
+def test_export(workers, tp, check, mode, seed):
+    workers.run(check, tp, mode, seed, timeout=240)
+
+
+@ranks
+def test_a_program_of_another_rank(workers, tp):
+    workers.run(check_another_ranks_program, tp, timeout=60)
 
 
 @ranks

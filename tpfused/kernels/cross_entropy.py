@@ -13,6 +13,8 @@ Floor: 6 bytes a logit in half precision, forward and backward together.
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -159,7 +161,7 @@ def supports(logits: Tensor) -> bool:
 def _three_dimensional(logits: Tensor) -> Tensor:
     """``[outer, inner, vocabulary]`` with neighbouring logits: a view of any ``[b, s, v]``, transposed ones too."""
     if logits.ndim != 3:
-        logits = logits.reshape(1, logits.shape[:-1].numel(), logits.shape[-1])
+        logits = logits.reshape(1, prod(logits.shape[:-1]), logits.shape[-1])
     return unit_stride(logits)
 
 

@@ -14,6 +14,8 @@ Three ways to compute the forward, of which `choose` takes the fastest measured:
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 import triton
 import triton.language as tl
@@ -93,7 +95,7 @@ def linear_act(
         why = f"activation {activation!r}, gated {gated}, bias {bias is not None}, on {x.device}"
         raise ValueError(f"backend {backend!r} can't do this: {why}, pre-activation kept {keeps_pre}")
     way = AUTOMATIC if backend is None else BACKENDS.index(backend)
-    x2 = x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    x2 = x if x.ndim == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
     y, _ = _linear_act(x2, weight, bias, main_grad, act, gated, keeps_pre, way)
     return y if x.ndim == 2 else y.view(*x.shape[:-1], y.shape[-1])
 

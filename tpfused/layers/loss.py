@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tpfused import checks, reference
 from tpfused.agreement import attempt
-from tpfused.autograd import once_differentiable
+from tpfused.autograd import apply, once_differentiable
 from tpfused.collectives import all_gather
 from tpfused.explanation import KERNEL, PLAIN, tell
 from tpfused.group import resolve_group
@@ -91,7 +91,7 @@ def vocab_parallel_cross_entropy(
     if fused:
         numbers = vocab_size, ignore_index, float(label_smoothing), float(z_loss)
         overwrite = overwrite_logits and not torch.compiler.is_compiling()
-        loss = _VocabParallelCrossEntropy.apply(logits, target, group, overwrite, *numbers)
+        loss = apply(_VocabParallelCrossEntropy, logits, target, group, overwrite, *numbers)
     else:
         loss = reference.vocab_parallel_cross_entropy(
             logits,

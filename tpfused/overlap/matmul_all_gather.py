@@ -5,6 +5,8 @@ The gather is hidden behind the matmul, and backward the all-reduce of dx behind
 
 from __future__ import annotations
 
+from math import prod
+
 from torch import Tensor
 
 from tpfused import checks, reference
@@ -91,7 +93,7 @@ def _prepare(tp: TPGroup, x, weights, biases, operation, activation, out_feature
         out_features = n * tp.size
     outputs = all_features(out_features, n, weight, tp, f"{operation.name}: out_features")
     leading = x.shape[:-1]
-    return Call(plan_of(tp, activation, leading.numel(), 1, 1, k, outputs, None if x.ndim == 2 else leading))
+    return Call(plan_of(tp, activation, prod(leading), 1, 1, k, outputs, None if x.ndim == 2 else leading))
 
 
 class _ColumnMatmul(Operation):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 from torch import Tensor
 from torch.nn import Parameter
@@ -138,7 +139,7 @@ def _prepare(tp: TPGroup, x, weights, biases, in_features) -> Call:
     checks.check_operands(x, weight, bias, NAME)
     inputs = all_features(in_features, weight.shape[1], weight, tp, f"{NAME}: in_features")
     leading = x.shape[:-1]
-    return Call(plan_of(tp, None, leading.numel(), 1, 1, inputs, weight.shape[0], None if x.ndim == 2 else leading))
+    return Call(plan_of(tp, None, prod(leading), 1, 1, inputs, weight.shape[0], None if x.ndim == 2 else leading))
 
 
 class _MatmulAllReduce(Operation):

@@ -288,21 +288,23 @@ def _operator_of(operation: Operation) -> Callable:
 
 
 def sizes_of(plan: Plan) -> list[int]:
-    """A plan as operators take it: sizes, 0 if not known, whether it `saves_gathered`, and whether all is
-    `deterministic`.
+    """A plan as operators take it: the group's size and this rank, sizes, 0 if not known, whether it `saves_gathered`,
+    and whether all is `deterministic`.
 
     The rows of results are among them because a compiled backward pass would ask a result for what it can't find
     elsewhere, and recompute it for that: on those ranks alone whose share is such an expression, whom the others would
     not follow.
     """
     return [
-        plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, plan.own, plan.total,
-        int(plan.saves_gathered), int(exact[-1]),
+        plan.tp.size, plan.tp.rank, plan.tokens, plan.each, plan.batch, plan.inputs or 0, plan.outputs or 0, plan.own,
+        plan.total, int(plan.saves_gathered), int(exact[-1]),
     ]  # fmt: skip
 
 
 def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
-    tokens, each, batch, inputs, outputs, own, total, saves_gathered, _ = sizes
+    size, rank, tokens, each, batch, inputs, outputs, own, total, saves_gathered, _ = sizes
     tp = resolve_group(dist.distributed_c10d._resolve_process_group(group))
+    if (tp.size, tp.rank) != (size, rank):
+        raise RuntimeError(f"a program exported by rank {rank} of {size} runs on rank {tp.rank} of {tp.size}")
     plan = plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)
     return plan._replace(own=own, total=total, saves_gathered=bool(saves_gathered), compiled=True)

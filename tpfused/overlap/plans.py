@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import prod
 from typing import NamedTuple
 
 import torch
@@ -61,7 +62,7 @@ def plan_of(
 
 def split_at(x: Tensor, dim: int) -> tuple[int, int]:
     """Rows a token, and times all tokens, of ``[..., features]`` whose tokens are at `dim`."""
-    return x.shape[dim + 1 : -1].numel(), x.shape[:dim].numel()
+    return prod(x.shape[dim + 1 : -1]), prod(x.shape[:dim])
 
 
 NORM_KINDS = "layernorm", "rmsnorm"
@@ -172,4 +173,4 @@ def all_features(given: int | None, own: int, weight: Tensor, tp: TPGroup, what:
 
 def to_rows(x: Tensor) -> Tensor:
     """``[..., features]`` -> ``[rows, features]``."""
-    return x if x.ndim == 2 else x.reshape(x.shape[:-1].numel(), x.shape[-1])
+    return x if x.ndim == 2 else x.reshape(prod(x.shape[:-1]), x.shape[-1])
