@@ -46,10 +46,10 @@ META |= {"date": "2026-01-02T03:04:05+00:00"}
 no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 
 
-def refused(capsys, *options) -> str:
+def refused(capsys, *options, area: str = "kernels") -> str:
     """The one line on stderr of a wrong use."""
     try:
-        code = cli.main(["bench", "kernels", *options])
+        code = cli.main(["bench", area, *options])
     except SystemExit as end:
         code = end.code
     err = capsys.readouterr().err
@@ -92,8 +92,9 @@ def test_list_shows_everything(capsys):
 
 
 def test_case_narrows_the_list(capsys):
-    assert cli.main(["bench", "kernels", "--list", "--case", "zipf"]) == 0
-    assert capsys.readouterr().out.count("zipf") == 2
+    for text in ("zipf", "ZIPF"):
+        assert cli.main(["bench", "kernels", "--list", "--case", text]) == 0
+        assert capsys.readouterr().out.count("zipf") == 2
 
 
 @no_gpu
@@ -121,6 +122,17 @@ def test_without_a_gpu(capsys):
 )
 def test_wrong_use_is_one_line(capsys, options, told):
     assert told in refused(capsys, *options)
+
+
+@pytest.mark.parametrize("area", ["kernels", "overlap", "comm", "model"])
+def test_a_list_refuses_what_a_run_does(capsys, area):
+    told = {"--rounds": "--rounds must be at least 1, not 0", "--dtype": "unknown dtype '0': choose bf16, "}
+    if area == "kernels":
+        told["--without"] = "--without 0: choose compile"
+    else:
+        told["--gpus"] = "--gpus must be at least 1, not 0"
+    for option, reason in told.items():
+        assert reason in refused(capsys, "--list", option, "0", area=area)
 
 
 def test_one_file_for_both(capsys, tmp_path):

@@ -46,6 +46,12 @@ def test_lists_every_operation_and_layer(capsys, monkeypatch):
     assert "sequential bf16 tp1" not in told and "matmul by sequential" not in told
 
 
+def test_a_case_in_other_letters(capsys):
+    for text in ("ParallelMLP fp64", "parallelmlp FP64"):
+        assert cli.main(["check", "--list", "--gpus", "2", "--cpu", "--case", text]) == 0
+        assert capsys.readouterr().out.startswith("ParallelMLP fp64 ")
+
+
 def test_degrees():
     assert [job.degrees_of(world) for world in (1, 2, 3, 4)] == [(1,), (1, 2), (1, 2, 3), (1, 2, 4)]
     assert job.degrees_of(6) == (1, 2, 3, 4, 6) and job.degrees_of(8) == (1, 2, 4, 8)

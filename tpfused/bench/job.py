@@ -20,10 +20,10 @@ ROUNDS, QUICK_ROUNDS = 21, 7
 def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where something was wrong."""
     chosen = select(OPERATIONS, cases, options)
+    _check(options)
     if options["list"]:
         print(listing(chosen))
         return 0
-    _check(options)
     if not torch.cuda.is_available():
         raise UserError("this needs a CUDA GPU, and torch finds none here (--list and --help need none)")
     return measure(chosen, options, GpuTimer())

@@ -36,7 +36,7 @@ def select(known: Sequence[str], cases: Callable[[str], list], options: Mapping[
     if options["quick"]:
         chosen = [case for case in chosen if case.quick]
     if options["case"]:
-        chosen = [case for case in chosen if options["case"] in case.name]
+        chosen = [case for case in chosen if options["case"].casefold() in case.name.casefold()]
         if not chosen:
             quick = "quick " if options["quick"] else ""
             raise UserError(f"no {quick}case has {options['case']!r} in its name: --list shows them")
@@ -52,6 +52,8 @@ def check_options(options: Mapping[str, Any], dtypes: Sequence[str], worker: Wor
         raise UserError(f"unknown dtype {options['dtype']!r}: choose {', '.join(dtypes)}")
     if options["rounds"] is not None and options["rounds"] < 1:
         raise UserError(f"--rounds must be at least 1, not {options['rounds']}")
+    if options.get("gpus") is not None and options["gpus"] < 1:
+        raise UserError(f"--gpus must be at least 1, not {options['gpus']}")
     if worker is not None and options["gpus"] not in (None, worker.world):
         raise UserError(f"--gpus {options['gpus']}: torchrun has started {worker.world} workers")
     if worker is not None and worker.rank != 0:

@@ -47,7 +47,7 @@ def execute(options: Mapping[str, Any]) -> int:
     degrees = degrees_of(world)
     known = cases(degrees, TIERS[device], device == "cuda")
     chosen = [case for case in known if case.label == options["case"]]  # a line's name is no other's beginning
-    chosen = chosen or [case for case in known if options["case"] in case.label]
+    chosen = chosen or [case for case in known if options["case"].casefold() in case.label.casefold()]
     if not chosen:
         raise UserError(f"no case has {options['case']!r} in its name: tpfused check --list shows them")
     if options["list"]:

@@ -38,6 +38,7 @@ CPU_WORLD = 2
 def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where a collective was wrong."""
     worker = torchrun_worker(emit=lambda name, payload: None)
+    check_options(options, list(DTYPES), worker)
     device, found = find_device(options["cpu"])
     given = options["sizes"] is not None
     sizes = parse_sizes(options["sizes"]) if given else SIZES
@@ -54,7 +55,6 @@ def execute(options: Mapping[str, Any]) -> int:
     if device == "cpu":
         _check_memory(max(case.size for case in chosen), worker.local_world if worker else world)
     ranks = grid(world, options["tp"], options["dp"])
-    check_options(options, list(DTYPES), worker)
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
     argument = {"cases": chosen, "device": device, "dtype": options["dtype"], "rounds": rounds, "seed": seed}
     argument["groups"] = ranks.groups()
@@ -80,7 +80,7 @@ def count_ranks(options: Mapping[str, Any], worker: Worker | None, device: str, 
     world = worker.world if worker else _product(options["tp"], options["dp"]) or found
     if worker is None and options["gpus"] is not None:
         world = options["gpus"]
-    for name in ("tp", "dp", "gpus"):
+    for name in ("tp", "dp"):
         if options[name] is not None and options[name] < 1:
             raise UserError(f"--{name} must be at least 1, not {options[name]}")
     if world < 2:

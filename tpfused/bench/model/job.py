@@ -35,6 +35,7 @@ def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where something was wrong, or ours failed."""
     device = "cpu" if options["size"] == "tiny" and not torch.cuda.is_available() else "cuda"
     worker = torchrun_worker(emit=lambda name, payload: None)
+    check_options(options, ("bf16", "fp16"), worker)
     room = worker.local_world if worker else options["gpus"] or 2  # on a CPU, for as many as are wanted
     found = torch.cuda.device_count() if device == "cuda" else room
     world = worker.world if worker else options["gpus"] or found
@@ -46,7 +47,6 @@ def execute(options: Mapping[str, Any]) -> int:
         for case in chosen:
             print(f"{case.label}{'  (quick)' * case.quick}")
         return 0
-    check_options(options, ("bf16", "fp16"), worker)
     here = worker.local_world if worker else world
     check_gpus(1, world, here, found, "--size tiny runs on a CPU, and --list needs none")
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)

@@ -30,14 +30,14 @@ ROUNDS, QUICK_ROUNDS = 21, 5
 def execute(options: Mapping[str, Any], device: str = "cuda") -> int:
     """Do what the command line asks for; returns the exit code: 1 where something of ours was wrong."""
     chosen = select(OPERATIONS, lambda op: cases(op, options["sweep"]), options)
+    worker = torchrun_worker(emit=lambda name, payload: None)
+    check_options(options, ("bf16", "fp16"), worker)
     if options["list"]:
         for case in chosen:
             print(f"{case.label}: {case.shape}{'  (quick)' * case.quick}")
         return 0
-    worker = torchrun_worker(emit=lambda name, payload: None)
     found = torch.cuda.device_count() if device == "cuda" else 2
     world = worker.world if worker else options["gpus"] or found
-    check_options(options, ("bf16", "fp16"), worker)
     without = "--list needs none, and tpfused bench comm --cpu times collectives without"
     check_gpus(2, world, worker.local_world if worker else world, found, without)
     rounds, seed = rounds_and_seed(options, ROUNDS, QUICK_ROUNDS)
