@@ -61,11 +61,13 @@ class _Place:
 
 
 _UNKNOWN = object()
+# By what `choose` calls a key: in a case, the shape's rows are rounded.
 _known: dict[tuple, Chosen] = {}
 # What was measured is not forgotten, for the other ranks remember it, and would not measure it again with this one.
 _measured: dict[tuple, Chosen] = {}
 _listed: dict[tuple, Choice] = {}
 _places: dict[tuple[dist.ProcessGroup, torch.device], _Place] = {}
+_GROUP = 2  # where keys and cases have their process group
 
 
 def choose(
@@ -201,7 +203,7 @@ def _settled(
         return place, place.tiers[0], "not measured: deterministic"
     if capturing:
         return place, place.tiers[0], "not measured, for a CUDA graph was captured"
-    if sum(case[2] is group.process_group for case in _measured) >= MOST:
+    if sum(case[_GROUP] is group.process_group for case in _measured) >= MOST:
         return place, place.tiers[0], f"not measured, as were {MOST} others"
     return place, None, ""
 
@@ -290,11 +292,11 @@ def _look_around(group: TPGroup, device: torch.device) -> _Place:
 
 
 def _forget_destroyed_groups() -> None:
-    groups = {case[2] for case in (*_measured, *_listed)} | {key[0] for key in _places}
+    groups = {case[_GROUP] for case in (*_measured, *_listed)} | {key[0] for key in _places}
     dead = {group for group in groups - {None} if not exists(group)}
     if dead:
         _known.clear()
-        for table, index in ((_measured, 2), (_listed, 2), (_places, 0)):
+        for table, index in ((_measured, _GROUP), (_listed, _GROUP), (_places, 0)):
             for key in [key for key in table if key[index] in dead]:
                 del table[key]
 
