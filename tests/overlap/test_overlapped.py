@@ -1,6 +1,7 @@
 """Rows travel while the GPU multiplies, forward and backward, and NCCL takes no more of it than it may."""
 
 import json
+import math
 import tempfile
 from functools import partial
 from pathlib import Path
@@ -68,6 +69,28 @@ def check_overlap(ctx):
                 assert share_beside(moves, matmuls) >= LEAST, f"{told}: {share_beside(moves, matmuls):.2f}"
                 if name == "nccl":
                     assert max(event["args"]["grid"][0] for event in moves) <= NCCL_PROCESSORS, told
+
+
+def check_spared(ctx):
+    """A matmul beside NCCL is for fewer multiprocessors, whose grid cuBLAS makes as large as those; by copy engines it
+    is for all of them, as is one beside which nothing comes any more."""
+    torch.manual_seed(0)
+    case, all_of_card = Case(ctx, "all_gather_matmul", *SIZES), torch.cuda.get_device_properties().multi_processor_count
+    left = all_of_card - min(NCCL_PROCESSORS, all_of_card // 4)
+    for name in MOVES:
+        with tier(name):
+            case.run()
+            _, done = traced(case.run)
+        matmuls = [event for event in done if any(word in event["name"] for word in MATMUL)]
+        blocks = [math.prod(event["args"]["grid"]) for event in sorted(matmuls, key=lambda event: event["ts"])]
+        assert len(blocks) == ctx.world, blocks
+        assert (blocks[0] <= left) == (name == "nccl") and blocks[-1] > left, f"{name}: {blocks} of {all_of_card}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("workers", ["cuda"], indirect=True)
+def test_matmuls_leave_nccl_its_multiprocessors(ranks):
+    ranks.run(check_spared, timeout=60)
 
 
 @pytest.mark.gpu
