@@ -17,8 +17,8 @@ class Choice:
     """What an operation does with shapes of about one size.
 
     Attributes:
-        operation: its name; whether it saves all ranks' rows; of batch-first inputs, how many batches they lie in, a
-            power of two.
+        operation: its name; whether it saves all ranks' rows; its activation; of batch-first inputs, how many batches
+            they lie in, a power of two.
         rows, in_features, out_features: of all ranks; `rows` is a power of two, for all shapes that it is nearest to;
             None: not told, and a rank's own weight has its part only.
         dtype: "bfloat16", "float16", "float32", "tf32" (float32, multiplied as TF32), ...

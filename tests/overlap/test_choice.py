@@ -27,11 +27,12 @@ def workers():
 
 
 def check_batches(ctx, folder):
-    """Of as many rows, many batches of few tokens are another case than one of many."""
+    """Of as many rows, many batches of few tokens are another case than one of many, and so is an activation."""
     tp, operation, us = resolve_group(ctx.group(ctx.world)), _OPERATION, []
 
     def attempt(chosen, plan, *_):
-        us.append({"p2p": 50.0, "nccl": 10.0 + plan.batch, "reference": 300.0}[chosen[1] if chosen else "reference"])
+        nccl = 60.0 if plan.activation else 10.0 + plan.batch
+        us.append({"p2p": 50.0, "nccl": nccl, "reference": 300.0}[chosen[1] if chosen else "reference"])
 
     def lap(run, calls, device):
         run()
@@ -43,14 +44,17 @@ def check_batches(ctx, folder):
         for batch, expected in ((1, "nccl"), (2, "nccl"), (512, "p2p"), (1, "nccl"), (500, "p2p"), (3, "nccl")):
             plan, x = plan_of(tp, None, 1024 // batch, 1, batch, 64, 32), torch.zeros(1, dtype=torch.bfloat16)
             assert operation.choose(plan, 1, False, x, [], [])[1] == expected, batch
-        names = [row.operation for row in explain()]
-        assert names == ["all_gather_matmul" + lie for lie in ("", " in 2 batches", " in 512 batches", " in 4 batches")]
+            assert operation.choose(plan._replace(activation="gelu"), 1, False, x, [], [])[1] == "p2p", batch
+        names = [row.operation.removeprefix("all_gather_matmul") for row in explain()]
+        lies = ("", " in 2 batches", " in 512 batches", " in 4 batches")
+        assert names == [name for lie in lies for name in (lie, f" gelu{lie}")]
 
 
-def test_the_number_of_batches_counts(workers, tmp_path):
+def test_batches_and_activations_count(workers, tmp_path):
     workers.run(check_batches, tmp_path)
     ((_, cases),) = saved_in(tmp_path).items()
-    assert "all_gather_matmul in 512 batches bfloat16 1024 64 32" in cases and len(cases) == 4
+    assert {f"all_gather_matmul{act} in 512 batches bfloat16 1024 64 32" for act in ("", " gelu")} < set(cases)
+    assert len(cases) == 8
 
 
 def test_why_what_is_slower_was_taken():

@@ -104,8 +104,8 @@ def render(info: dict) -> str:
 
 
 def _choices(measured: dict[str, dict[str, saved.Times]]) -> list[str]:
-    """Operation, batches if several, dtype, rows, features in and out of all ranks, and the microseconds of each way,
-    the fastest first."""
+    """Operation, activation, batches if several, dtype, rows, features in and out of all ranks, and the microseconds of
+    each way, the fastest first."""
     lines = []
     for place, cases in measured.items():
         lines.append(place)

@@ -1,9 +1,9 @@
 """Which tier an overlapped operation runs by: measured once for each case, agreed by all ranks of its group, and kept.
 
-A case is an operation, a dtype and the shape of all ranks' operands, its rows, and the batches they lie in, rounded to
-powers of two. It is the same on every rank: all come to one that is new to them at the same call, and measure it
-together. Of what is kept on disk the first rank's word counts, for other hosts may have other files. A known case costs
-one look into a dictionary.
+A case is an operation, its activation, a dtype and the shape of all ranks' operands, its rows, and the batches they lie
+in, rounded to powers of two. It is the same on every rank: all come to one that is new to them at the same call, and
+measure it together. Of what is kept on disk the first rank's word counts, for other hosts may have other files. A known
+case costs one look into a dictionary.
 """
 
 from __future__ import annotations

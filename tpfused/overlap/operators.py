@@ -155,6 +155,8 @@ class Operation:
 
         # Ranks that save other rows make other exchanges backward: they must not take each other's for their own.
         name = f"{self.name} saving all rows" if plan.saves_gathered else self.name
+        if plan.activation:  # which the matmul itself applies, or a kernel after it, and by the ways not alike
+            name += f" {plan.activation}"
         if plan.batch > 1:  # of few tokens each, many of them take tiers very different times
             name += f" in {bucket(plan.batch)} batches"
         return choose(name, plan.tp, x, plan.shape, attempt, (plan.tokens, plan.each, plan.batch))

@@ -24,7 +24,7 @@ def path() -> Path:
 
 
 def load() -> dict[str, dict[str, Times]]:
-    """Place (cards and which, hosts, versions) -> case (operation and batches, dtype, shape) -> times."""
+    """Place (cards and which, hosts, versions) -> case (operation, activation and batches, dtype, shape) -> times."""
     try:
         places = json.loads(path().read_text())
         return {place: {case: us for case, us in cases.items() if _are_times(us)} for place, cases in places.items()}
