@@ -169,11 +169,12 @@ void Group::abort_nccl() {
 }
 
 void Group::finish() {
-  if (has_failed()) {  // a part of an operation may be enqueued that nobody watches
+  const bool failed = has_failed();
+  if (failed) {  // a part of an operation may be enqueued that nobody watches
     release();
     abort_nccl();
   }
-  watchdog->finish(has_failed());
+  watchdog->finish(failed);
   for (cudaStream_t stream : {transfers, beside}) {
     while (has_failed() && cudaStreamQuery(stream) == cudaErrorNotReady) {  // as the watchdog lets go
       release();

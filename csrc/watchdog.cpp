@@ -9,6 +9,7 @@ namespace tpfused {
 namespace {
 
 constexpr auto pause = std::chrono::milliseconds(100);
+constexpr auto longest_release = std::chrono::seconds(1);
 constexpr size_t looked_at_together = 16;  // operations; for each alone, that would be a call more
 
 std::string not_ended(double seconds) {
@@ -97,12 +98,15 @@ void Watchdog::report(std::unique_lock<std::mutex>& lock, const std::string& ope
 // Once does not do: a peer that comes to the same later sets counts that have been set too far back. And what another
 // thread was about to enqueue comes yet.
 void Watchdog::let_go(std::unique_lock<std::mutex>& lock) {
+  // Replays end at once when they are let go, but on a GPU that has failed never.
+  const auto given = Clock::now() + longest_release;
   while (!stopping_) {
-    if (watched_.empty()) {
+    bool replaying = replays_under_way() && Clock::now() < given;
+    if (watched_.empty() && !replaying) {
       over_ = true;
       idle_.notify_all();
       wake_.wait(lock);
-    } else if (cudaEventQuery(watched_.front().ended) != cudaErrorNotReady) {
+    } else if (!watched_.empty() && cudaEventQuery(watched_.front().ended) != cudaErrorNotReady) {
       forget_oldest();
     } else {
       lock.unlock();
