@@ -13,6 +13,8 @@ from torch.autograd import forward_ad
 def records_gradient(*tensors: Tensor | None) -> bool:
     """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too)."""
     if torch.is_grad_enabled():
+        if torch.compiler.is_exporting():  # the program may be given others
+            return True
         for tensor in tensors:  # half the time of `any`, at every call
             if tensor is not None and tensor.requires_grad:
                 return True
@@ -25,18 +27,26 @@ def needs_function(*tensors: Tensor | None) -> bool:
     return forward_ad._current_level >= 0 or records_gradient(*tensors)
 
 
+def refuse_export_with_gradients() -> None:
+    """
+    Raises:
+        RuntimeError: torch.export traces with gradients enabled.
+    """
+    if torch.compiler.is_exporting() and torch.is_grad_enabled():
+        raise RuntimeError(
+            "torch.export keeps forward collectives only, and the program would train with wrong gradients: export it "
+            "under torch.no_grad(), for inference"
+        )
+
+
 def apply(function: type[torch.autograd.Function], *args):
     """``function.apply(*args)``, of a function whose backward pass is not what autograd makes of its forward: a program
     that torch.export makes has the forward only.
 
     Raises:
-        RuntimeError: in an export, where an argument records gradients.
+        RuntimeError: as `refuse_export_with_gradients`.
     """
-    if torch.compiler.is_exporting() and records_gradient(*[x for x in args if isinstance(x, Tensor)]):
-        raise RuntimeError(
-            "torch.export keeps forward collectives only, and the program would train with wrong gradients: export it "
-            "under torch.no_grad(), for inference"
-        )
+    refuse_export_with_gradients()
     return function.apply(*args)
 
 

@@ -131,6 +131,8 @@ def test_a_list_refuses_what_a_run_does(capsys, area):
         told["--without"] = "--without 0: choose compile"
     else:
         told["--gpus"] = "--gpus must be at least 1, not 0"
+    if area == "comm":
+        told |= {option: f"{option} must be at least 1, not 0" for option in ("--tp", "--dp")}
     for option, reason in told.items():
         assert reason in refused(capsys, "--list", option, "0", area=area)
 

@@ -169,10 +169,16 @@ def check_exported(ctx, tp, mode, seed):
         model, ids = make_model(block, config).eval(), draw_ids(block, config, 6)
         with pytest.raises(RuntimeError, match=r"wrong gradients: export it under torch.no_grad\(\)"):
             torch.export.export(model, (ids,))
+        layer = ColumnParallelLinear(4, 4, bias=False, backend="reference", **block.place).requires_grad_(False)
+        for each in (layer, ColumnParallelLinear(4, 4, **block.place)):  # also where nothing requires gradients yet
+            with pytest.raises(RuntimeError, match=r"wrong gradients: export it under torch.no_grad\(\)"):
+                torch.export.export(each.to(ctx.device), (torch.ones(2, 4, device=ctx.device),))
         with torch.no_grad():
             for strict in (False, True):
                 exported = torch.export.export(model, (ids,), strict=strict).module()
                 assert_near({"logits": exported(ids)}, {"logits": model(ids)}, f"exported, strict={strict}, {config}")
+        with pytest.raises(RuntimeError, match="exported for inference has no backward pass|does not require grad"):
+            exported(ids).sum().backward()
 
 
 @torch.no_grad()

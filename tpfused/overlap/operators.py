@@ -15,7 +15,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tpfused.autograd import eager_apply, needs_function, once_differentiable, records_gradient
+from tpfused.autograd import (
+    eager_apply,
+    needs_function,
+    once_differentiable,
+    records_gradient,
+    refuse_export_with_gradients,
+)
 from tpfused.group import exists, resolve_group
 from tpfused.kernels.launch import autocast_to
 from tpfused.kernels.linear_act import accumulate_wgrad
@@ -135,6 +141,7 @@ class Operation:
             results = self.plain(plan, dim, x, weights, biases)
             return results if residual is None else [residual + results[0]]
         if not direct:
+            refuse_export_with_gradients()
             results = self._operator(
                 to_rows(x), list(weights), [bias for bias in biases if bias is not None], plan.activation,
                 sizes_of(plan), training, plan.tp.process_group.group_name,
@@ -259,7 +266,7 @@ def _operator_of(operation: Operation) -> Callable:
         return dx + dweights + dbiases
 
     def save(ctx, inputs, output):
-        x, weights, biases, ctx.activation, ctx.sizes, _, ctx.group = inputs
+        x, weights, biases, ctx.activation, ctx.sizes, ctx.training, ctx.group = inputs
         ctx.count, ctx.bias_count = len(weights), len(biases)
         ctx.set_materialize_grads(False)  # the pre-activations have none
         if _plan_of(ctx.group, ctx.activation, ctx.sizes).saves_gathered:
@@ -267,6 +274,8 @@ def _operator_of(operation: Operation) -> Callable:
         ctx.save_for_backward(x, *weights, *(output if ctx.activation == "relu" else output[ctx.count :]))
 
     def gradients(ctx, grads):
+        if not ctx.training:
+            raise RuntimeError(f"{operation.name}: a program that was exported for inference has no backward pass")
         x, *saved = ctx.saved_tensors
         weights, kept = saved[: ctx.count], saved[ctx.count :]
         plan = _plan_of(ctx.group, ctx.activation, ctx.sizes)

@@ -39,6 +39,9 @@ def execute(options: Mapping[str, Any]) -> int:
     """Do what the command line asks for; returns the exit code: 1 where a collective was wrong."""
     worker = torchrun_worker(emit=lambda name, payload: None)
     check_options(options, list(DTYPES), worker)
+    for name in ("tp", "dp"):
+        if options[name] is not None and options[name] < 1:
+            raise UserError(f"--{name} must be at least 1, not {options[name]}")
     device, found = find_device(options["cpu"])
     given = options["sizes"] is not None
     sizes = parse_sizes(options["sizes"]) if given else SIZES
@@ -80,9 +83,6 @@ def count_ranks(options: Mapping[str, Any], worker: Worker | None, device: str, 
     world = worker.world if worker else _product(options["tp"], options["dp"]) or found
     if worker is None and options["gpus"] is not None:
         world = options["gpus"]
-    for name in ("tp", "dp"):
-        if options[name] is not None and options[name] < 1:
-            raise UserError(f"--{name} must be at least 1, not {options[name]}")
     if world < 2:
         raise UserError(f"this needs at least two ranks, not {world}")
     if device == "cuda" and (worker.local_world if worker else world) > found:
