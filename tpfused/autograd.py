@@ -13,8 +13,6 @@ from torch.autograd import forward_ad
 def records_gradient(*tensors: Tensor | None) -> bool:
     """Whether a function of these will have a backward pass (``ctx.needs_input_grad`` says so under no_grad too)."""
     if torch.is_grad_enabled():
-        if torch.compiler.is_exporting():  # the program may be given others
-            return True
         for tensor in tensors:  # half the time of `any`, at every call
             if tensor is not None and tensor.requires_grad:
                 return True
@@ -28,14 +26,15 @@ def needs_function(*tensors: Tensor | None) -> bool:
 
 
 def refuse_export_with_gradients() -> None:
-    """
+    """For what has a backward pass of its own, whatever requires gradients so far: the program may be given others.
+
     Raises:
         RuntimeError: torch.export traces with gradients enabled.
     """
     if torch.compiler.is_exporting() and torch.is_grad_enabled():
         raise RuntimeError(
-            "torch.export keeps forward collectives only, and the program would train with wrong gradients: export it "
-            "under torch.no_grad(), for inference"
+            "torch.export keeps no collective and no main_grad of a backward pass, and the program could train with "
+            "wrong gradients: export it under torch.no_grad(), for inference"
         )
 
 

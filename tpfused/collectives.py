@@ -28,7 +28,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from tpfused.autograd import apply, once_differentiable, records_gradient
+from tpfused.autograd import apply, once_differentiable, records_gradient, refuse_export_with_gradients
 from tpfused.group import TPGroup
 from tpfused.sharding import padded_shard_size, shard_range, shard_size
 
@@ -244,12 +244,17 @@ class _CopyToReplicas(torch.autograd.Function):
 
 def copy_to_replicas(x: Tensor, group: TPGroup) -> Tensor:
     """A shard that several ranks own, each computing a part with it; all shards of one size. Its gradient is summed."""
-    return apply(_CopyToReplicas, x, group) if group.replicas > 1 and records_gradient(x) else x
+    return _copy_to(_CopyToReplicas, x, group) if group.replicas > 1 else x
 
 
 def copy_to_group(x: Tensor, group: TPGroup) -> Tensor:
     """`x`, whole on each rank, where sharded computation begins. Its gradient is all-reduced."""
-    return apply(_CopyToGroup, x, group) if group.size > 1 and records_gradient(x) else x
+    return _copy_to(_CopyToGroup, x, group) if group.size > 1 else x
+
+
+def _copy_to(function: type[torch.autograd.Function], x: Tensor, group: TPGroup) -> Tensor:
+    refuse_export_with_gradients()
+    return function.apply(x, group) if records_gradient(x) else x  # there is nothing to do forward
 
 
 def reduce_from_group(x: Tensor, group: TPGroup) -> Tensor:

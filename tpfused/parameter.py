@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, SupportsIndex
 import torch
 from torch import Tensor, nn
 
+from tpfused.autograd import refuse_export_with_gradients
 from tpfused.collectives import copy_to_group
 from tpfused.group import GROUPS, TPGroup, check_exists, replica_mesh, resolve_group
 from tpfused.main_grad import announced, main_grad_of
@@ -133,7 +134,10 @@ class ParallelModule(nn.Module):
             ValueError, TypeError: a main_grad that does not fit the weight; and as `local`.
         """
         weight = self.local("weight")
-        if not self.accumulate_main_grad or torch.compiler.is_exporting():  # whose programs have no backward pass
+        if not self.accumulate_main_grad:
+            return weight, None
+        if torch.compiler.is_exporting():
+            refuse_export_with_gradients()
             return weight, None
         self.check_trains_own_weight()
         main_grad = main_grad_of(self.weight, f"{type(self).__name__}.weight")

@@ -46,8 +46,9 @@ def execute(options: Mapping[str, Any]) -> int:
         check_writable("json", options["json"])
     degrees = degrees_of(world)
     known = cases(degrees, TIERS[device], device == "cuda")
-    chosen = [case for case in known if case.label.casefold() == options["case"].casefold()]
-    chosen = chosen or [case for case in known if options["case"].casefold() in case.label.casefold()]
+    wanted = options["case"].casefold()
+    chosen = [case for case in known if case.label.casefold() == wanted]  # a line's name is no other's beginning
+    chosen = chosen or [case for case in known if wanted in case.label.casefold()]
     if not chosen:
         raise UserError(f"no case has {options['case']!r} in its name: tpfused check --list shows them")
     if options["list"]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import json
 import math
 from functools import lru_cache
-from math import prod
 from pathlib import Path
 
 import torch
@@ -24,7 +23,7 @@ def choose(possible: tuple[str, ...], x: Tensor, n: int, activation: int, gated:
     """One of `possible`: the fastest at the measured shape nearest to x's ``[M, K]`` and `n` columns."""
     if not x.is_cuda:
         return "triton" if "triton" in possible else possible[0]
-    m = prod(x.shape[:-1])
+    m = math.prod(x.shape[:-1])
     return _choose(possible, x.device, is_half(x), m, x.shape[-1], n, activation, gated, keeps_pre)
 
 

@@ -263,8 +263,8 @@ def set_timeout(seconds: float) -> None:
     nothing has been heard ten seconds later. What the group computes from then on is wrong, also on a rank that comes
     late and raises only when it waits for this one: stop them all. Where the ranks have to meet before an operation (a
     group's first one, a size that is new), that one raises it. After an operation that raised halfway, its stream waits
-    as long for what others were to send. The plain path, as on a CPU, has the time-out of torch's
-    process group instead: ``init_process_group(timeout=...)``.
+    as long for what others were to send. The plain path, as on a CPU, has the time-out of torch's process group
+    instead: ``init_process_group(timeout=...)``.
 
     Raises:
         TypeError: it is not a number.

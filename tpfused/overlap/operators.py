@@ -316,6 +316,6 @@ def _plan_of(group: str, activation: str | None, sizes: Sequence[int]) -> Plan:
     size, rank, tokens, each, batch, inputs, outputs, own, total, saves_gathered, _ = sizes
     tp = resolve_group(dist.distributed_c10d._resolve_process_group(group))
     if (tp.size, tp.rank) != (size, rank):
-        raise RuntimeError(f"a program exported by rank {rank} of {size} runs on rank {tp.rank} of {tp.size}")
+        raise RuntimeError(f"a program made by rank {rank} of {size} runs on rank {tp.rank} of {tp.size}")
     plan = plan_of(tp, activation, tokens, each, batch, inputs or None, outputs or None)
     return plan._replace(own=own, total=total, saves_gathered=bool(saves_gathered), compiled=True)
